@@ -120,7 +120,7 @@ class Emptied:
 
     def _is_true(self, node: Node, name: str, first: Node) -> bool:
         if name in _OR:
-            return not self.ones.isdisjoint(node.all_input_nodes)
+            return _is_bool(node) and not self.ones.isdisjoint(node.all_input_nodes)
         if first in self.zero:
             return (name in _NOT and _is_bool(first)) or (name == "aten.eq" and node.args[1:] == (0,))
         return first in self.ones and is_view(node)
@@ -196,7 +196,9 @@ class Emptied:
             return given["self"]
         known = self.ones if name in _AND else self.zero
         if name in (*_AND, *_OR) or given.get("alpha") == 1:
-            return next((_other(node, n) for n in node.all_input_nodes if n in known), None)
+            kept = next((_other(node, n) for n in node.all_input_nodes if n in known), None)
+            is_mask = isinstance(kept, Node) and _is_bool(kept)
+            return kept if is_mask or name not in _AND else None  # ids & True are the last bits of ids
         return None
 
 

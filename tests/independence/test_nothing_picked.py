@@ -237,7 +237,25 @@ def into_parts(model: Any, h: Tensor) -> Tensor:
     return out
 
 
-MASKED = [into_parts, not_a_number, by_where, the_rest, nothing_done, repeated, halting, one_after_another]
+def bits_of_numbers(model: Any, h: Tensor) -> Tensor:
+    """Numbers & True are their last bits."""
+    numbers, m = (h * 4).long(), h > 1e6
+    if m.any():
+        numbers = numbers & ~m
+    return h * numbers
+
+
+MASKED = [
+    bits_of_numbers,
+    into_parts,
+    not_a_number,
+    by_where,
+    the_rest,
+    nothing_done,
+    repeated,
+    halting,
+    one_after_another,
+]
 
 
 @pytest.mark.parametrize("change", MASKED, ids=lambda f: f.__name__)
@@ -369,6 +387,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda f: f.__name__)
 def test_refused(change: Any) -> None:
+    torch.manual_seed(0)  # an arm that does not run in the first batch may be left out
     step = psg_fx.transform(Masked(change).double(), square, quantities=Grads(), backend="eager")
     with pytest.raises(PsgError) as error:
         step(torch.randn(5, 4, dtype=torch.float64))

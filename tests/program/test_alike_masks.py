@@ -56,6 +56,19 @@ def mask_written_between(o: Tensor, y: Tensor) -> Tensor:
     return h[m].sum().square() + h[y > 1].sum().sin()
 
 
+def written_by_a_mask(o: Tensor, y: Tensor) -> Tensor:
+    """Of two that are alike, the second one."""
+    kept, some = y > 1, y > 1
+    some[y == 3] = False
+    return (first(o) * kept).sum().square() + (first(o) * some).sum().sin()
+
+
+def written_through_a_view(o: Tensor, y: Tensor) -> Tensor:
+    kept, some = y > 1, y > 1
+    some[:, :2].zero_()
+    return (first(o) * kept).sum().square() + (first(o) * some).sum().sin()
+
+
 def written_unseen(o: Tensor, y: Tensor) -> Tensor:
     y, h = y.clone(), first(o)
     some = h[y > 1].sum()
@@ -69,7 +82,8 @@ def of_other_numbers(o: Tensor, y: Tensor) -> Tensor:
 
 
 LOSSES: list[Loss] = [
-    the_rest, between, of_a_view, listed, selected, written_between, mask_written_between, written_unseen,
+    the_rest, between, of_a_view, listed, selected, written_between, mask_written_between, written_by_a_mask,
+    written_through_a_view, written_unseen,
     of_other_numbers,
 ]  # fmt: skip
 

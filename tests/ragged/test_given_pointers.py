@@ -93,6 +93,12 @@ OTHERS: dict[str, Run] = {
     "edges by their parity": lambda m, h, e: passed(h, e[:, e[0] % 2 == 0]),
     "chosen by a place": lambda m, h, e: torch.zeros_like(h).index_add(
         0, e[1], torch.where((e[0] > 4)[:, None], h[e[0]], h[e[1]])),
+    "columns": lambda m, h, e: passed(h, e, e.t()[:, 0] % 2),
+    "moved": lambda m, h, e: passed(h, e - 0, e[0] % 2),
+    "ends that bits are set in": lambda m, h, e: passed(h, e | 0, e[0] % 2),
+    "pairs": lambda m, h, e: passed(h, torch.stack([e[0], e[1]]), e[0] % 2),
+    "rounded": lambda m, h, e: passed(h, e.double().round().long(), e[0] % 2),
+    "the larger end": lambda m, h, e: passed(h, e[:2].max(0).values.expand(2, -1), e[0] % 2),
     "the largest end and which": lambda m, h, e: passed(h, e, e[:2].max(0).indices),
 }  # fmt: skip
 

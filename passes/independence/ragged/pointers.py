@@ -32,7 +32,9 @@ from .parts import Part
 _VIEWS = {"select", "slice", "unbind", "split", "split_with_sizes", "chunk", "permute", "transpose", "t", "flip"}
 _NO_PLACE = {"lt": 0, "ge": 0, "le": -1, "gt": -1, "eq": -1, "ne": -1}
 """The largest number with which a comparison says the same of all places, which are not negative."""
-_CHOICES = ("where", "maximum", "minimum", "clamp", "clamp_min", "expand")
+_CHOICES = (
+    "where", "maximum", "minimum", "clamp", "clamp_min", "expand", "stack", "cat", "max", "min", "amax", "amin",
+)  # fmt: skip
 _VALUES = ("self", "onto", "src", "source", "value", "values")
 _FIX = (
     "give what is a value of a row as an input of its own; numbers of rows may point, and be compared with and "
@@ -71,12 +73,23 @@ class Pointers:
         self.ordered: dict[sympy.Symbol, Link] = {}
         axes: dict[tuple[Node, int], sympy.Symbol] = {}
         for link in links:
-            axes |= {entry: link.other for n in _chosen(link.by) for entry in self.entries.get(n, ())}
+            axes |= {entry: link.other for n in self._chosen(link.by) for entry in self.entries.get(n, ())}
         self.about = {n for n, held in self.entries.items() if not axes.keys().isdisjoint(held)}
         for n in self.about:
             to = {axes.get(entry) for entry in self.entries[n]}
             if len(to) == 1 and isinstance(n.meta["val"], Tensor):
                 self.parts.found[n] = Part({to.pop(): 1}, 0)
+
+    def _chosen(self, pointer: Node) -> set[Node]:
+        """A pointer, and the values that its entries are made of one by one: those are places, too."""
+        found, new = {pointer}, [pointer]
+        while new:
+            node = new.pop()
+            passed = node not in self.entries and _passes_on(node)
+            above = {n for n in (node.all_input_nodes if passed else []) if _is_number(n)} - found
+            new += above
+            found |= above
+        return found
 
     def visit(self, op: Op) -> None:
         """Follow an op of places."""
@@ -130,24 +143,21 @@ class Pointers:
                      "has others", _FIX)  # fmt: skip
 
 
-def _chosen(pointer: Node) -> set[Node]:
-    """A pointer, and the values of which its entries are some: those are places, too."""
-    found, new = {pointer}, [pointer]
-    while new:
-        node = new.pop()
-        chosen = op_name(node).removeprefix("aten.") in _CHOICES or is_same(node) or is_reshaped(node)
-        above = [
-            n
-            for n in (node.all_input_nodes if chosen else [])
-            if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].dtype != torch.bool
-        ]
-        new += [n for n in above if n not in found]
-        found |= {*above}
-    return found
+def _passes_on(node: Node) -> bool:
+    """Whether each entry of what an op gives is some entry of what it is given, or a function of one."""
+    name = op_name(node).removeprefix("aten.")
+    if name in _CHOICES or name in _VIEWS or is_same(node) or is_reshaped(node) or node.target is operator.getitem:
+        return True
+    alone = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+    return len(alone) == 1 and (torch.Tag.pointwise in getattr(node.target, "tags", ()) or name.startswith("__"))
+
+
+def _is_number(node: Node) -> bool:
+    return any(t.dtype != torch.bool for t in facts.tensors(node.meta.get("val")))
 
 
 def entries_of_inputs(nodes: Any, known: Mapping[Node, Result]) -> dict[Node, set[tuple[Node, int]]]:
-    """Of inputs of integers with rows, and their views: the input, and the numbers of a row's entries that it has."""
+    """Of inputs with rows, and their views: the input, and the numbers of a row's entries that it has."""
     found: dict[Node, tuple[Node, Any]] = {}
     for node in nodes:
         value = node.meta.get("val")
@@ -164,10 +174,9 @@ def entries_of_inputs(nodes: Any, known: Mapping[Node, Result]) -> dict[Node, se
 
 
 def _is_given(node: Node, known: Mapping[Node, Result]) -> bool:
-    """Whether it is an input of integers with a row for each sample, or with rows of samples, and no structure."""
+    """Whether it is an input of numbers with a row for each sample, or with rows of samples, and no structure."""
     of_rows = isinstance(known[node].axes, SampleAxis) and not known[node].structure
-    whole = not node.meta["val"].is_floating_point() and not node.meta["val"].is_complex()
-    return whole and of_rows and facts.input_spec(node).kind in ("input", "target")
+    return of_rows and not node.meta["val"].is_complex() and facts.input_spec(node).kind in ("input", "target")
 
 
 def _of_one_row(value: Tensor) -> list[int]:
@@ -199,10 +208,15 @@ def _cuts_rows(node: Node, held: Tensor) -> bool:
     """Whether a view is one along a dim of rows: of it not all that are there, or in another order."""
     given = bound(node)
     dims = given.get("dims", given.get("dim", ()))
-    if op_name(node) in ("aten.permute", "aten.transpose", "aten.t"):
-        return False
     sizes = facts.shape(node.args[0].meta["val"])  # type: ignore[union-attr]
+    if op_name(node) in ("aten.permute", "aten.transpose", "aten.t") or _is_all(node, sizes):
+        return False
     return any(sizes[d].free_symbols for d in ([dims] if isinstance(dims, int) else dims))
+
+
+def _is_all(node: Node, sizes: Sequence[Any]) -> bool:
+    """Whether a slice is all of a value of these sizes: `e[:, 0]` is a column of one."""
+    return op_name(node) == "aten.slice" and list(facts.shape(node.meta["val"])) == list(sizes)
 
 
 __all__ = ["show_pointers"]

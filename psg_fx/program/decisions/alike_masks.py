@@ -18,8 +18,10 @@ from psg_fx.torch_private.modes import is_transformed
 
 _PICKING = {
     "__getitem__", "__setitem__", "masked_select", "masked_scatter", "masked_scatter_", "index_put", "index_put_",
-    "nonzero", "argwhere", "where",
 }  # fmt: skip
+"""What picks by masks from its first argument, which it may write into, or give a view of."""
+_LISTING = {"nonzero", "argwhere", "where"}
+_FIRST = ("self", "input")
 _MADE_BY = {
     *(form for name in ("eq", "ne", "gt", "ge", "lt", "le") for form in (name, f"__{name}__")),
     "isnan", "isinf", "isfinite", "isin", "__and__", "__or__", "__xor__", "__invert__",
@@ -53,9 +55,10 @@ class AlikeMasks(TorchFunctionMode):
         if self.unseen or func in _UNSEEN:
             self.unseen = True
             return func(*args, **kwargs)
-        if name in _PICKING:
-            args = tuple(map(self.earlier, args))
-            kwargs = {key: self.earlier(value) for key, value in kwargs.items()}
+        if name in _PICKING or name in _LISTING:
+            kept = args[: name in _PICKING]
+            args = (*kept, *map(self.earlier, args[len(kept) :]))
+            kwargs = {k: v if k in _FIRST and name in _PICKING else self.earlier(v) for k, v in kwargs.items()}
         key = self.key((name, *args, *kwargs.items())) if name in _MADE_BY else None
         result = func(*args, **kwargs)
         if key is not None and isinstance(result, Tensor) and not is_transformed(result):  # it ends with its level
