@@ -196,9 +196,9 @@ class Emptied:
             return given["self"]
         known = self.ones if name in _AND else self.zero
         if name in (*_AND, *_OR) or given.get("alpha") == 1:
-            kept = next((_other(node, n) for n in node.all_input_nodes if n in known), None)
-            is_mask = isinstance(kept, Node) and _is_bool(kept)
-            return kept if is_mask or name not in _AND else None  # ids & True are the last bits of ids
+            other = next((_other(node, n) for n in node.all_input_nodes if n in known), None)
+            is_mask = isinstance(other, Node) and _is_bool(other)
+            return other if is_mask or name not in _AND else None  # ids & True are the last bits of ids
         return None
 
 

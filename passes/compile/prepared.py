@@ -98,6 +98,16 @@ def _write_in_full(gm: GraphModule) -> None:
 
 
 def _overlaps(node: Any) -> bool:
-    """Whether elements of the node's value share memory."""
+    """Whether elements of the node's value may share memory, as those of windows (`unfold`) and of copies (`expand`)."""
     value = node.meta["val"]
-    return any(stride == 0 and size != 1 for stride, size in zip(value.stride(), value.shape, strict=True))
+    steps = [(facts.expr(stride), facts.expr(size)) for stride, size in zip(value.stride(), value.shape, strict=True)]
+    reach = sympy.Integer(1)  # of the dims that lie closer
+    for stride, size in sorted(filter(lambda step: step[1] != 1, steps), key=lambda step: _at_some_sizes(step[0])):
+        if not (stride - reach).expand().is_nonnegative:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _at_some_sizes(stride: sympy.Expr) -> int:
+    return int(stride.subs(dict.fromkeys(stride.free_symbols, 7)))
