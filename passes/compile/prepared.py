@@ -98,7 +98,7 @@ def _write_in_full(gm: GraphModule) -> None:
 
 
 def _overlaps(node: Any) -> bool:
-    """Whether elements of the node's value may share memory, as those of windows (`unfold`) and of copies (`expand`)."""
+    """Whether elements of the node's value may share memory, as windows (`unfold`) and rows of `expand` do."""
     value = node.meta["val"]
     steps = [(facts.expr(stride), facts.expr(size)) for stride, size in zip(value.stride(), value.shape, strict=True)]
     reach = sympy.Integer(1)  # of the dims that lie closer

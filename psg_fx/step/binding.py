@@ -137,7 +137,7 @@ class Binding:
 
     def of_sample(self, arguments: Sequence[Any], call: Call, sample: int) -> list[Any]:
         """The graph's inputs with those of one sample in place of all."""
-        inputs = self._without_tangents(arguments)
+        inputs = self.without_tangents(arguments)
         for i, tensor, dim in zip(self._data, call.tensors, call.dims, strict=True):
             inputs[i] = in_one_block(tensor if dim is None else tensor.narrow(dim, sample, 1))
         for i in self._of_each:
@@ -148,7 +148,7 @@ class Binding:
         """Of the graph's inputs, those that are neither the model's nor the batch's, by name."""
         return {name: arguments[i] for i, name in self._extras}
 
-    def _without_tangents(self, arguments: Sequence[Any]) -> list[Any]:
+    def without_tangents(self, arguments: Sequence[Any]) -> list[Any]:
         """Of all inputs, None in the places of those that come with the backward."""
         found = iter(arguments)
         return [None if spec.kind == "tangent" else next(found) for spec in self.specs]
@@ -199,7 +199,7 @@ class Binding:
         """Raise where a mask picks something whose arm the graph leaves out, before anything is compiled."""
         if places := [i for i, spec in enumerate(self.outputs) if spec.field == facts.ARM]:
             given: Any = dict.fromkeys(self.given)
-            arguments = self._without_tangents(self.arguments(call, given))
+            arguments = self.without_tangents(self.arguments(call, given))
             for i, picks in zip(places, facts.computed(gm, places, arguments), strict=True):
                 if picks.any():
                     raise failed_check(self.outputs[i].name, facts.ARM)

@@ -11,7 +11,7 @@ import builtins
 import contextlib
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from psg_fx.program.made_objects import opened
 from psg_fx.quantities.base import Quantity
 from psg_fx.reference.cotangents import helped
 from psg_fx.step.binding import Binding
-from psg_fx.step.first_gradient import Answer, Apart, GradientAlone, by_autograd, rounded
+from psg_fx.step.first_gradient import TIMES, Answer, Apart, GradientAlone, by_autograd, of_rounding, rounded
 from psg_fx.step.own_code import copied, tried
 from psg_fx.step.shown import shown_by
 from psg_fx.torch_private.export import without_reentrant_checkpoints
@@ -48,17 +48,17 @@ coarsest dtype in the graph: rounding, with what cancels.
 class OfOneSample:
     """What the code itself gives for the last sample of a call, which the step's answer to that call must have.
 
-    alone: the loss, `[1]`, or the outputs.  apart: as above.  gradient: of the loss, if the answer shows it.
-    again: computes that of a call, as it is, with torch's functions as a capture has them, whose derivatives are their
-    formulas', or for inputs that are so much rounded.
+    alone: the loss, `[1]`, or the outputs.  apart: as above.  eps: what numbers are rounded to.
+    gradient: of the loss, if the answer shows it.  again: computes that of a call, as it is, with torch's functions as
+    a capture has them, whose derivatives are their formulas', or for inputs that are so much rounded.
     """
 
     def __init__(
-        self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool,
+        self, alone: Sequence[torch.Tensor], call: Call, apart: float, is_loss: bool, eps: float,
         gradient: GradientAlone | None = None, again: Callable[..., Mapping[str, torch.Tensor] | None] | None = None,
     ) -> None:  # fmt: skip
         self._alone, self._apart, self._is_loss, self._gradient = alone, apart, is_loss, gradient
-        self._again = again
+        self._again, self._eps = again, eps
         self._call, self._last = weakref.ref(call), call.batch_size() - 1
         self._refusal: NotYetSupported | None = None
 
@@ -77,11 +77,13 @@ class OfOneSample:
         real = all(type(value) is torch.Tensor for value in found)  # and no fake one, under a mode of the caller
         if self._refusal is None and real and call is self._call() and len(found) == len(self._alone):
             of_sample = binding.of_sample(arguments, call, self._last)
+            whole = binding.without_tangents(arguments)
+            answer = Answer(fields or {}, self._last + 1, gm, binding, whole, of_sample)
             refusal = self._compared(found, self._last + 1)
-            if refusal is not None and not self._rounds(gm, binding, of_sample):
-                self._refusal = refusal
+            before = None if refusal is None else self._before_compiling(found, answer)
+            if refusal is not None and not self._rounds(found, answer, before):
+                self._refusal = refusal if before is None else _by_compiling(refusal)
             elif self._gradient is not None and fields is not None:
-                answer = Answer(fields, self._last + 1, gm, binding, arguments, of_sample)
                 self._refusal = self._differing(self._gradient, call, answer)
         if self._refusal is not None:
             raise self._refusal.with_traceback(None)
@@ -96,32 +98,62 @@ class OfOneSample:
             one, other = self._again(call), self._again(call, eps=gradient.eps)
             if one is not None and other is not None and gradient.is_noise(apart, one, other, answer):
                 apart = None
-        return None if apart is None else self._of_gradient(apart)
+        refusal = None if apart is None else self._of_gradient(apart)
+        return _by_compiling(refusal) if refusal is not None and apart is not None and apart.compiled else refusal
 
-    def _rounds(self, gm: GraphModule, binding: Binding, arguments: Sequence[Any]) -> bool:
-        """Whether the graph gives for the sample alone what the code does: the batch was only rounded otherwise, and
-        nearly all cancels (the loss of a fit that is nearly perfect).
+    def _rounds(self, found: Sequence[torch.Tensor], answer: Answer, whole: Sequence[torch.Tensor] | None) -> bool:
+        """Whether the graph, as it is before it is compiled, gives for the sample alone what the code does: the batch
+        was only rounded otherwise, and nearly all cancels (the loss of a fit that is nearly perfect).
+
+        whole: what it gives for the batch; None where that is what there is compiled.
         """
-        kind = "loss" if self._is_loss else "output"
-        places = [i for i, spec in enumerate(binding.outputs) if spec.kind == kind]
         try:
-            return self._compared(facts.computed(gm, places, arguments), 1) is None
+            if whole is None:
+                return self._compared(self._computed(answer, answer.of_sample), 1) is None
+            return any(self._moves(found, whole, self._computed(answer, each)) for each in answer.rounded(self._eps))
         except Exception:  # a graph for one size of batch alone
             return False
 
+    def _before_compiling(self, found: Sequence[torch.Tensor], answer: Answer) -> Sequence[torch.Tensor] | None:
+        """The answer of the graph as it is; None where what makes the difference does so there, too."""
+        try:
+            whole = self._computed(answer, answer.arguments)
+        except Exception:  # no memory
+            return None
+        return whole if self._is_compilers(found, whole) else None
+
+    def _computed(self, answer: Answer, arguments: Sequence[Any]) -> Sequence[torch.Tensor]:
+        kind = "loss" if self._is_loss else "output"
+        places = [i for i, spec in enumerate(answer.binding.outputs) if spec.kind == kind]
+        return facts.computed(answer.gm, places, arguments)
+
+    def _is_compilers(self, found: Sequence[torch.Tensor], whole: Sequence[torch.Tensor]) -> bool:
+        """Whether most of a difference arose where the graph was compiled."""
+        pairs = zip(self._pairs(found, self._last + 1), self._pairs(whole, self._last + 1), strict=True)
+        return any(2 * _apart(one, other) > _apart(one, wanted) for (one, wanted, _), (other, _, _) in pairs)
+
+    def _moves(self, *of: Sequence[torch.Tensor]) -> bool:
+        """Whether rounding moves a graph's answer about as far as that of the compiled one lies from the code's."""
+        found, whole, moved = (self._pairs(values, self._last + 1) for values in of)
+        return all(
+            TIMES * _apart(one, other) >= _apart(last, wanted)
+            for (last, wanted, _), (one, _, _), (other, _, _) in zip(found, whole, moved, strict=True)
+        )
+
     def _compared(self, found: Sequence[torch.Tensor], size: int) -> NotYetSupported | None:
         """The refusal of what a batch of so many samples has, if it is another value for the last one."""
-        for value, alone in zip(found, self._alone, strict=True):
-            if (dim := _sample_dim(value, alone, size)) is None:
-                continue
-            last, wanted = value.detach().narrow(dim, size - 1, 1).double(), alone.double()
-            same = (last == wanted) | (last.isnan() & wanted.isnan())
-            difference = (last - wanted).masked_fill(same, 0.0)
-            scale = max(_norm(wanted), _norm(value.detach()) / math.sqrt(size))
-            if not torch.linalg.vector_norm(difference).item() <= self._apart * scale:  # which may be no number
-                worst = int(difference.abs().nan_to_num(math.inf).argmax())
+        for last, wanted, scale in self._pairs(found, size):
+            if not _apart(last, wanted) <= self._apart * scale:  # which may be no number
+                worst = int(_difference(last, wanted).abs().nan_to_num(math.inf).argmax())
                 return self._refused(last.flatten()[worst].item(), wanted.flatten()[worst].item())
         return None
+
+    def _pairs(self, found: Sequence[torch.Tensor], size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, float]]:
+        """What a batch of so many samples has for the last one, what the code has, and how large both are."""
+        for value, alone in zip(found, self._alone, strict=True):
+            if (dim := _sample_dim(value, alone, size)) is not None:
+                last, wanted = value.detach().narrow(dim, size - 1, 1).double(), alone.double()
+                yield last, wanted, max(_norm(wanted), _norm(value.detach()) / math.sqrt(size))
 
     def _refused(self, found: float, alone: float) -> NotYetSupported:
         what = "the loss of" if self._is_loss else "a number of the output for"
@@ -145,6 +177,14 @@ class OfOneSample:
         )  # fmt: skip
 
 
+def _by_compiling(refusal: NotYetSupported) -> NotYetSupported:
+    """The same of a difference that arose there."""
+    return NotYetSupported(
+        refusal.what, where=refusal.where, why="the graph says what the code does, and compiled something else: an op "
+        "that the compiler has wrong", fix='transform(..., backend="eager"), and report the model',
+    )  # fmt: skip
+
+
 def of_one_sample(
     model: nn.Module, loss_fn: Any, call: Call, gm: GraphModule, binding: Binding, tracked: Sequence[str] = (),
     quantities: Iterable[Quantity] = (),
@@ -164,16 +204,16 @@ def of_one_sample(
         return None
     values = [value for node in gm.graph.nodes if isinstance(value := node.meta.get("val"), torch.Tensor)]
     dtypes = {value.dtype for value in values if value.is_floating_point() or value.is_complex()}
+    eps = of_rounding(dtypes, any(value.is_cuda for value in alone))
     apart = _APART_IN_HALF if may_round() else max(_APART.get(dtype, _APART_IN_HALF) for dtype in dtypes)
     if shown is None or gradient is None:
-        return OfOneSample(alone, call, apart, loss_fn is not None)
+        return OfOneSample(alone, call, apart, loss_fn is not None, eps)
 
     def again(call: Call, as_captured: bool = False, eps: float = 0.0) -> Mapping[str, torch.Tensor] | None:
         return _alone(model, loss_fn, call, binding.buffers(), parameters, as_captured, eps)[1]
 
-    return OfOneSample(
-        alone, call, apart, loss_fn is not None, GradientAlone(shown, gradient, apart, dtypes), again
-    )  # fmt: skip
+    found = GradientAlone(shown, gradient, apart, dtypes, eps)
+    return OfOneSample(alone, call, apart, loss_fn is not None, eps, found, again)
 
 
 def _sample_dim(value: torch.Tensor, alone: torch.Tensor, size: int) -> int | None:
@@ -183,6 +223,16 @@ def _sample_dim(value: torch.Tensor, alone: torch.Tensor, size: int) -> int | No
     sizes = list(zip(value.shape, alone.shape, strict=True))
     dims = [dim for dim, pair in enumerate(sizes) if pair == (size, 1)]
     return dims[0] if dims and sum(a != b for a, b in sizes) == (size > 1) else None
+
+
+def _difference(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).masked_fill(same, 0.0)
+
+
+def _apart(one: torch.Tensor, other: torch.Tensor) -> float:
+    """How far; no number where one of them is none."""
+    return float(torch.linalg.vector_norm(_difference(one, other)))
 
 
 def _norm(value: torch.Tensor) -> float:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,12 +18,19 @@ from psg_fx.step.binding import Binding
 from psg_fx.step.shown import ByName, Shown, norm, wide
 from psg_fx.torch_private.onednn import may_round
 
-_TIMES = 10.0
+TIMES = 10.0
 """How many times as far as rounding moves it the gradient may lie apart: sums in another order round more often."""
 _WAYS = 4
 """How many times rounding is tried: a squared norm that is lost in it is 0 as often as not."""
 _OF_CUDA = 2.0**-11
 """What float32 may be rounded to in products on CUDA."""
+
+
+def of_rounding(dtypes: Iterable[torch.dtype], is_cuda: bool) -> float:
+    """What numbers of these dtypes are rounded to."""
+    of_products = torch.finfo(torch.bfloat16).eps if may_round() else _OF_CUDA if is_cuda else 0.0
+    known = [torch.finfo(dtype) for dtype in dtypes]
+    return max((max(found.eps, of_products if found.bits == 32 else 0.0) for found in known), default=0.0)
 
 
 def by_autograd(loss: Tensor, parameters: ByName) -> ByName | None:
@@ -44,7 +52,7 @@ class Apart:
     """Where a batch has another gradient for a sample than the code for that sample alone.
 
     parameter: that shows most of it; "" of what is one of the model.  distance: between the two.  norm, alone: of what
-    the batch has, and of what the code has.  what: of the gradient is compared.
+    the batch has, and of what the code has.  what: of the gradient is compared.  compiled: it arose there.
     """
 
     parameter: str
@@ -52,6 +60,7 @@ class Apart:
     norm: float
     alone: float
     what: str
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +91,13 @@ class Answer:
             results[i] = value
         return self.binding.fields(results)
 
+    def rounded(self, eps: float, arguments: Sequence[Any] | None = None) -> Iterator[list[Any]]:
+        """The arguments, or others, with each parameter and input a rounding away, in several ways."""
+        kinds = [spec.kind for spec in self.binding.specs]
+        pairs = list(zip(kinds, self.arguments if arguments is None else arguments, strict=True))
+        for way in range(1, _WAYS + 1):
+            yield [rounded(value, eps, way) if kind in ("parameter", "input") else value for kind, value in pairs]
+
 
 class GradientAlone:
     """What the code itself gives for the last sample of a call, and `shown` must have for it.
@@ -90,13 +106,10 @@ class GradientAlone:
     the graph.  eps: what numbers of these are rounded to.
     """
 
-    def __init__(self, shown: Shown, gradient: ByName, apart: float, dtypes: Iterable[torch.dtype]) -> None:
-        self._shown, self._apart, self._gradient = shown, apart, gradient
-        known = [torch.finfo(dtype) for dtype in dtypes]
-        is_cuda, numbers = any(g.is_cuda for g in gradient.values()), sum(g.numel() for g in gradient.values())
-        of_products = torch.finfo(torch.bfloat16).eps if may_round() else _OF_CUDA if is_cuda else 0.0
-        self.eps = max(max(found.eps, of_products if found.bits == 32 else 0.0) for found in known)
-        self._tiny = max(found.tiny for found in known) * math.sqrt(numbers)
+    def __init__(self, shown: Shown, gradient: ByName, apart: float, dtypes: Iterable[torch.dtype], eps: float) -> None:
+        self._shown, self._apart, self._gradient, self.eps = shown, apart, gradient, eps
+        numbers = sum(g.numel() for g in gradient.values())
+        self._tiny = max(torch.finfo(dtype).tiny for dtype in dtypes) * math.sqrt(numbers)
 
     def of(self, gradient: ByName) -> GradientAlone:
         """The same of another gradient."""
@@ -107,7 +120,7 @@ class GradientAlone:
     def is_noise(self, apart: Apart, one: ByName, other: ByName, answer: Answer) -> bool:
         """Whether two gradients of the code, of inputs a rounding away, lie about as far apart: no digit is right."""
         moved = {name: _difference(g, other[name]) for name, g in one.items()}
-        return _TIMES * norm(self._of_one(moved, answer).values()) >= apart.distance
+        return TIMES * norm(self._of_one(moved, answer).values()) >= apart.distance
 
     def _of_one(self, gradient: ByName, answer: Answer) -> ByName:
         return self._shown.of_one(gradient, answer.binding.further(answer.arguments))
@@ -124,7 +137,9 @@ class GradientAlone:
             return None
         last = _last(rows)
         worst = max(alone, key=lambda name: _distance(alone, last, [name]))
-        return Apart(worst, _distance(alone, last), norm(last.values()), norm(alone.values()), self._shown.what)
+        distance = _distance(alone, last)
+        compiled = not self._shown.is_sum and self._is_compilers(self._whole(answer), rows, distance)
+        return Apart(worst, distance, norm(last.values()), norm(alone.values()), self._shown.what, compiled)
 
     def _is_apart(self, alone: ByName, rows: ByName, size: int) -> bool:
         """Numbers that leave the range of their dtype tell nothing."""
@@ -136,23 +151,30 @@ class GradientAlone:
         return distance > max(self._apart * norm(rows.values()) / math.sqrt(size), least)
 
     def _rounds(self, alone: ByName, rows: ByName, answer: Answer) -> bool:
-        """Whether the graph gives for the sample alone what the code does, or its own answer moves about as much where
-        parameters and inputs are rounded otherwise: all terms of the gradient cancel, or of its norm.
+        """Whether the graph, as it is before it is compiled, gives for the sample alone what the code does, or moves
+        about as much where parameters and inputs are rounded otherwise: all terms of the gradient cancel, or of its
+        norm.
         """
+        whole = self._whole(answer)
+        arguments = answer.of_sample if self._shown.is_sum else answer.arguments
+        distance = _distance(alone, _last(rows))
+        if not self._is_compilers(whole, rows, distance):
+            with contextlib.suppress(Exception):  # a graph for one size of batch alone
+                if not self._is_apart(alone, self._computed(answer, answer.of_sample), 1):
+                    return True
         try:
-            if not self._is_apart(alone, self._computed(answer, answer.of_sample), 1):
-                return True
+            moved = (_last(self._computed(answer, each)) for each in answer.rounded(self.eps, arguments))
+            return any(TIMES * _distance(whole, each) >= distance for each in moved)
         except Exception:  # a graph for one size of batch alone
-            pass
-        last, arguments = _last(rows), answer.of_sample if self._shown.is_sum else answer.arguments
-        for way in range(1, _WAYS + 1):
-            try:
-                moved = self._computed(answer, _rounded(answer.binding, arguments, self.eps, way))
-            except Exception:
-                return False
-            if _TIMES * _distance(last, _last(moved)) >= _distance(alone, last):
-                return True
-        return False
+            return False
+
+    def _whole(self, answer: Answer) -> ByName:
+        """What the graph gives before it is compiled."""
+        return _last(self._computed(answer, answer.of_sample if self._shown.is_sum else answer.arguments))
+
+    def _is_compilers(self, whole: ByName, rows: ByName, distance: float) -> bool:
+        """Whether most of a difference arose where the graph was compiled."""
+        return 2 * _distance(whole, _last(rows)) > distance
 
     def _computed(self, answer: Answer, arguments: Sequence[Any]) -> ByName:
         return self._shown.rows(answer.computed(self._shown.field, arguments))
@@ -161,16 +183,6 @@ class GradientAlone:
 def _last(rows: ByName) -> dict[str, Tensor]:
     """Of the last sample."""
     return {name: row.detach()[-1] for name, row in rows.items()}
-
-
-def _rounded(binding: Binding, arguments: Sequence[Any], eps: float, way: int) -> list[Any]:
-    """The graph's inputs with each parameter and input a rounding away."""
-    kinds = [spec.kind for spec in binding.specs]
-    found = list(arguments)
-    for i, (kind, value) in enumerate(zip(kinds, arguments, strict=True)):
-        if kind in ("parameter", "input"):
-            found[i] = rounded(value, eps, way)
-    return found
 
 
 def rounded(value: Tensor, eps: float, way: int = 1) -> Tensor:

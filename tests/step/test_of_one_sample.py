@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
+from support import oracle
 
 X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
 drawn = functools.partial(random.random)
@@ -181,3 +182,57 @@ def test_a_loss_that_is_no_number_is_one(value: float) -> None:
 def test_a_value_that_is_no_switch() -> None:
     with pytest.raises(psg_fx.BadArgument, match="neither True nor False"):
         psg_fx.transform(Changed(torch.tanh), F.mse_loss, options={"psg_fx.compare_first": 1})
+
+
+class Windows(nn.Module):
+    """Those of a layer's outputs, which share memory, as a write has them."""
+
+    def __init__(self, written: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight, self.written = nn.Parameter(torch.randn(6, 8)), written
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.written((x * self.weight).unfold(1, 3, 1), x)
+        return (windows.flatten(1).tanh() * torch.arange(96.0).cos()).sum(1)
+
+
+@pytest.mark.inductor
+def test_what_arises_where_the_graph_is_compiled_is_refused_and_said() -> None:
+    """Torch's own op writes into the memory that windows share."""
+    x, y = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0)), torch.ones(3)
+    model = Windows(lambda h, x: h.select_scatter(x[:, :4] * 2, 3, 1))
+    assert psg_fx.transform(model, F.mse_loss, quantities=psg_fx.Norms(), backend="eager")(x, y).norms.shape == (3,)
+    with pytest.raises(psg_fx.NotYetSupported, match=r"the loss of sample 2(?s:.*)compiled something else"):
+        psg_fx.transform(model, F.mse_loss, quantities=psg_fx.Norms())(x, y)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("scale", [1.0, 1e-12])
+def test_noise_of_a_compiled_fit_that_is_nearly_perfect_is_none(scale: float) -> None:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(64, 100), nn.Tanh(), nn.Linear(100, 1))
+    x = torch.randn(33, 64)
+    with torch.no_grad():
+        y = torch.stack([model(row[None])[0] for row in x])
+    step = psg_fx.transform(model, lambda o, t: F.mse_loss(o, t) * scale, quantities=psg_fx.Norms())
+    assert step(x, y).losses.max() < 1e-5
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    "written",
+    [
+        lambda h, x: h.index_add(1, torch.tensor([1, 3]), x[:, :2, :, None].expand(-1, -1, -1, 3)),
+        lambda h, x: h.index_fill(3, torch.tensor([0]), 2.0),
+        lambda h, x: h.index_copy(1, torch.tensor([1, 3]), x[:, :2, :, None].expand(-1, -1, -1, 3)),
+    ],
+    ids=["index_add", "index_fill", "index_copy"],
+)
+def test_writes_into_windows_are_exact(written: Callable[[Tensor, Tensor], Tensor]) -> None:
+    x, y = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0)), torch.ones(3)
+    model = Windows(written)
+    losses, grads = oracle.loop_grads(model, F.mse_loss, x, y)
+    out = psg_fx.transform(model, F.mse_loss)(x, y)
+    torch.testing.assert_close(out.losses.double(), losses, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.grads["weight"].double(), grads["weight"], rtol=1e-4, atol=1e-4)
