@@ -156,10 +156,6 @@ class Known:
         "finite for finite numbers", "enter(.., finite=) in psg_fx/graph/finite.py",
         "what it computes of rows that count nothing is kept from parameters, and is not taken for nothing",
     ))  # fmt: skip
-    writes: bool = field(default=False, metadata=_says(
-        "writes into its first argument", "enter(.., writes=) in passes/compile/prepared.py",
-        "its first argument need not be a copy before inductor sees it",
-    ))  # fmt: skip
     trusted: bool = field(default=False, metadata=_says(
         "trusted by the user", "psg_fx.trust(op) in the user's code",
         "a custom op needs a sample rule or this word",

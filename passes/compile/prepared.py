@@ -12,18 +12,11 @@ from torch.fx import GraphModule, Node
 from psg_fx.graph import facts
 from psg_fx.graph.history import copy_graph
 from psg_fx.graph.strides import free_of_strides
-from psg_fx.op_table import enter, known
 
 from .additions import add_rows_by_scatter
 from .pools import pool_by_vectors
 
 aten = torch.ops.aten
-
-enter(
-    "index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "masked_scatter", "scatter",
-    "scatter_add", "scatter_reduce", "slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter",
-    "prims::as_strided_scatter", writes=True,
-)  # fmt: skip
 
 
 def written_out(gm: GraphModule, backend: str = "inductor", device: str = "cpu") -> GraphModule:
@@ -33,11 +26,9 @@ def written_out(gm: GraphModule, backend: str = "inductor", device: str = "cpu")
     gm = free_of_strides(copy_graph(gm))
     _read_sizes_from_tensors(gm)
     _count_by_sizes(gm)
-    if backend == "inductor":
-        _write_in_full(gm)
-        if device == "cpu":
-            add_rows_by_scatter(gm)
-            pool_by_vectors(gm)
+    if backend == "inductor" and device == "cpu":
+        add_rows_by_scatter(gm)
+        pool_by_vectors(gm)
     gm.recompile()
     return gm
 
@@ -82,32 +73,3 @@ def _count_by_sizes(gm: GraphModule) -> None:
                 count = gm.graph.call_function(operator.mul, (count, size)) if dim else size
         node.replace_all_uses_with(count)
         gm.graph.erase_node(node)
-
-
-def _write_in_full(gm: GraphModule) -> None:
-    """Expanded tensors are copied before they are written to: inductor writes every sample's part into the one row that
-    they share in memory (torch 2.13: `index_put`, `index_add`, `index_copy`, `as_strided_scatter`).
-    """
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function" and known(node.target).writes and _overlaps(node.args[0]):
-            with gm.graph.inserting_before(node):
-                own = gm.graph.call_function(
-                    aten.clone.default, node.args[:1], {"memory_format": torch.contiguous_format}
-                )
-            node.replace_input_with(node.args[0], own)
-
-
-def _overlaps(node: Any) -> bool:
-    """Whether elements of the node's value may share memory, as windows (`unfold`) and rows of `expand` do."""
-    value = node.meta["val"]
-    steps = [(facts.expr(stride), facts.expr(size)) for stride, size in zip(value.stride(), value.shape, strict=True)]
-    reach = sympy.Integer(1)  # of the dims that lie closer
-    for stride, size in sorted(filter(lambda step: step[1] != 1, steps), key=lambda step: _at_some_sizes(step[0])):
-        if not (stride - reach).expand().is_nonnegative:
-            return True
-        reach += (size - 1) * stride
-    return False
-
-
-def _at_some_sizes(stride: sympy.Expr) -> int:
-    return int(stride.subs(dict.fromkeys(stride.free_symbols, 7)))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from psg_fx.torch_private import checked, ranges, remarks, scattered, tiled
+from psg_fx.torch_private import checked, overlapping, ranges, remarks, scattered, tiled
 
 
 @contextlib.contextmanager
@@ -28,6 +28,7 @@ def inductor_mended() -> Iterator[None]:
         ranges.unknown_ranges(),
         remarks.without_remarks(),
         checked.checks_behind_regions(),
+        overlapping.written_apart(),
     ):
         yield
 

@@ -57,6 +57,7 @@ OTHER_TABLES = {
     "passes/independence/rewriting/whole_rows.py:_SAME": "the ops that give the same mask again",
     "passes/independence/rewriting/whole_rows.py:_WIDER": "the ops that make a mask the same along a dim",
     "passes/independence/rewriting/selected.py:_FLAT": "the ops that make one column of a list of places",
+    "psg_fx/program/decisions/alike_masks.py:_LISTING": "functions that list where a mask is true, called by users",
     "passes/capture/emptied.py:LISTING": "the ops that list where a mask is true, asked by two readings of a graph",
     "passes/capture/emptied.py:PICKS": "the ops that pick rows",
     "passes/capture/read_numbers.py:_OF_NUMBERS": "what Python computes of numbers, and what does of tensors",

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import psg_fx
-from support import oracle
 
 X, Y = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 1, 0])
 drawn = functools.partial(random.random)
@@ -217,22 +216,3 @@ def test_noise_of_a_compiled_fit_that_is_nearly_perfect_is_none(scale: float) ->
         y = torch.stack([model(row[None])[0] for row in x])
     step = psg_fx.transform(model, lambda o, t: F.mse_loss(o, t) * scale, quantities=psg_fx.Norms())
     assert step(x, y).losses.max() < 1e-5
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize(
-    "written",
-    [
-        lambda h, x: h.index_add(1, torch.tensor([1, 3]), x[:, :2, :, None].expand(-1, -1, -1, 3)),
-        lambda h, x: h.index_fill(3, torch.tensor([0]), 2.0),
-        lambda h, x: h.index_copy(1, torch.tensor([1, 3]), x[:, :2, :, None].expand(-1, -1, -1, 3)),
-    ],
-    ids=["index_add", "index_fill", "index_copy"],
-)
-def test_writes_into_windows_are_exact(written: Callable[[Tensor, Tensor], Tensor]) -> None:
-    x, y = torch.randn(3, 6, 8, generator=torch.Generator().manual_seed(0)), torch.ones(3)
-    model = Windows(written)
-    losses, grads = oracle.loop_grads(model, F.mse_loss, x, y)
-    out = psg_fx.transform(model, F.mse_loss)(x, y)
-    torch.testing.assert_close(out.losses.double(), losses, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out.grads["weight"].double(), grads["weight"], rtol=1e-4, atol=1e-4)
