@@ -194,6 +194,8 @@ class Emptied:
                     return given[kept]
         if name == "aten.add" and _is_number_zero(given["other"]):
             return given["self"]
+        if name == "aten.div" and given.get("rounding_mode") is None and _is_one(given["other"]):
+            return given["self"]
         known = self.ones if name in _AND else self.zero
         if name in (*_AND, *_OR) or given.get("alpha") == 1:
             other = next((_other(node, n) for n in node.all_input_nodes if n in known), None)
@@ -204,6 +206,7 @@ class Emptied:
 
 _DENSE = (
     "aten.masked_fill", "aten.masked_scatter", "aten.expand", "aten.slice", "aten.clone", "aten.where", "aten.add",
+    "aten.div",
 )  # fmt: skip
 
 
@@ -227,6 +230,10 @@ def _says_equal(node: Node, value: bool) -> bool:
 
 def _is_number_zero(value: Any) -> bool:
     return isinstance(value, (int, float)) and value == 0
+
+
+def _is_one(value: Any) -> bool:
+    return value == 1 if isinstance(value, (int, float)) else filled_with(value) == 1
 
 
 def _other(node: Node, one: Node) -> Any:

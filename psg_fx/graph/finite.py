@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
+from psg_fx.graph.ranges import range_of
 from psg_fx.op_table import enter, known
 
 aten = torch.ops.aten
@@ -42,7 +43,7 @@ enter(
 def stays_finite(node: Node) -> bool:
     """Whether an op gives finite numbers of finite ones, and has finite derivatives there."""
     others = node.op != "call_function" or node.target is operator.getitem or is_view(node)
-    return others or (known(node.target).finite and _has_finite_numbers(node)) or _stays_for_a_number(node)
+    return others or (known(node.target).finite and _has_finite_numbers(node)) or _stays_for_numbers(node)
 
 
 def _has_finite_numbers(node: Node) -> bool:
@@ -61,8 +62,15 @@ def _is_causal(node: Node) -> bool:
     return not given and all(user.target in _SOFTMAX for user in node.users)
 
 
-def _stays_for_a_number(node: Node) -> bool:
-    """Whether it is a power that has a derivative at zero, or a quotient by a number."""
+_APART_FROM_ZERO = ("log", "log2", "log10", "rsqrt", "sqrt", "reciprocal")
+
+
+def _stays_for_numbers(node: Node) -> bool:
+    """Whether it is a power that has a derivative at zero, a quotient by a number, or a logarithm (or root) of what is
+    more than one that is positive.
+    """
+    if getattr(node.target, "_opname", "") in _APART_FROM_ZERO:
+        return range_of(node.args[0])[0] > 0
     number = node.args[1] if len(node.args) > 1 else None
     if not isinstance(number, (int, float)):
         return False

@@ -114,10 +114,29 @@ def of_labels(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
     return F.cross_entropy(o.reshape(-1, CLASSES), labels.reshape(-1))
 
 
+def divided_also_of_all(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """What is no zero where the mask picks nothing."""
+    loss, n = o.square().sum(), m.sum()
+    if n > 0:
+        loss = loss / n
+    return loss
+
+
+def of_centres(o: Tensor, y: Tensor, m: Tensor) -> Tensor:
+    """The focal loss of CenterNet (Zhou et al. 2019, arXiv:1904.07850)."""
+    p, picked = o[..., 0].sigmoid().clamp(1e-4, 1 - 1e-4), m.double()
+    of_picked = (p.log() * (1 - p) ** 2 * picked).sum()
+    of_others = ((1 - p).log() * p**2 * (1 - picked)).sum()
+    n = picked.sum()
+    if n == 0:
+        return -of_others
+    return -(of_picked + of_others) / n
+
+
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 LOSSES: list[Loss] = [
     zero_instead, a_number_instead, zeros_instead, added, nothing_instead, divided, by_one_more, of_classes,
-    counted_by_rows, listed, of_squares, by_a_share, of_labels,
+    counted_by_rows, listed, of_squares, by_a_share, of_labels, divided_also_of_all, of_centres,
 ]  # fmt: skip
 
 
