@@ -25,6 +25,7 @@ from torch._inductor.utils import clear_on_fresh_cache
 
 from psg_fx.garbage import collect_while_waiting
 from psg_fx.torch_private import native
+from psg_fx.torch_private.linking import LINKED, headers_of_all
 from psg_fx.torch_private.patching import patched_here
 
 CALLS = "kernel_calls"
@@ -139,8 +140,9 @@ def _compiled(kernels: Sequence[_Kernel]) -> list[Callable[..., None]] | None:
     begin_calls()
     found: dict[int, Callable[..., None]] = {}
     files = _files(kernels, get_compile_threads())
-    with _submitting() as submit:
-        pending = [_Library.load_async(_code([kernels[i] for i in file]), "cpu", submit_fn=submit) for file in files]
+    with _submitting() as submit, headers_of_all():
+        codes = [_code([kernels[i] for i in file]) for file in files]
+        pending = [_Library.load_async(code, "cpu", submit_fn=submit, extra_flags=LINKED) for code in codes]
     time.sleep(_STARTING)
     collect_while_waiting()
     calls = native.finished(CALLS)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +151,27 @@ def test_calls(argtype: str) -> None:
         with pytest.raises((RuntimeError, TypeError)):
             kernel(*wrong)
     torch.testing.assert_close(y, x + 2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="another linker")
+def test_what_throws_is_linked_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which takes three times as long, and it has exceptions of its own.  Headers are those of all kernels."""
+    source = KERNEL.replace("TYPE", "int64_t").replace(
+        "TORCH_CHECK", "try { throw 1; } catch (...) { y[0] = 2; } TORCH_CHECK"
+    )
+    paths = list[str]()
+    load = kernel_files._Library._load_library_inner
+    monkeypatch.setattr(
+        kernel_files._Library, "_load_library_inner", lambda path, key: paths.append(path) or load(path, key)
+    )
+    compiled(12)
+    headers = codecache._precompile_header.cache_info().misses
+    compiling = AsyncCompile()
+    with few_kernel_files():
+        scope = {"kernel": compiling.cpp_pybinding(["const float*", "float*", "const int64_t"], source)}
+        compiling.wait(scope)
+    assert b"libtorch_cpu" not in Path(paths[-1]).read_bytes()
+    assert codecache._precompile_header.cache_info().misses == headers
 
 
 def test_sizes_below_zero_and_large() -> None:
