@@ -157,7 +157,8 @@ def test_calls(argtype: str) -> None:
 def test_what_throws_is_linked_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which takes three times as long, and it has exceptions of its own.  Headers are those of all kernels."""
     source = KERNEL.replace("TYPE", "int64_t").replace(
-        "TORCH_CHECK", "try { throw 1; } catch (...) { y[0] = 2; } TORCH_CHECK"
+        "TORCH_CHECK",
+        "std::exception_ptr e; try { throw 1; } catch (...) { e = std::current_exception(); } TORCH_CHECK",
     )
     paths = list[str]()
     load = kernel_files._Library._load_library_inner
