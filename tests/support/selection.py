@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 SLOW = frozenset((Path(__file__).parents[1] / "slow.txt").read_text(encoding="utf-8").splitlines())
-"""Cases that take a second or more each on two cores, and whose function has quicker ones: `pytest --durations=0` says
-which.  They are marked `slow`.
+"""Cases that take a second or more each on two cores and whose function has quicker ones, and functions that take more
+than two: `pytest --durations=0` says which.  They are marked `slow`.
 """
 
 
