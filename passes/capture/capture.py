@@ -31,6 +31,7 @@ from psg_fx.tensors import has_bits
 from psg_fx.torch_private.graphs import module_without_code
 from psg_fx.torch_private.symbols import known_by, make_one
 
+from .casts import reads_roundings
 from .examples import example_like, rows_in, sizes_of_their_own
 from .export import Exported, export
 from .fills import write_fills
@@ -180,7 +181,7 @@ def _flat(
     gm.meta[facts.KEY] = GraphFacts(
         _batch_symbol(nodes), _outputs(exported, program), notes, constants, exported.one_size,
         frozenset(held.values()), exported.written_copy, exported.squeezed, exported.trims,
-        rows=_row_symbols(nodes, call), most=exported.most,
+        rows=_row_symbols(nodes, call), most=exported.most, rounds=reads_roundings(gm),
     )  # fmt: skip
     known = known_by(nodes[0].meta["val"])
     WRITTEN.put(gm, tuple(entry.of_graph(known) for entry in program.written))

@@ -67,7 +67,7 @@ def compile_graph(
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call
     if backend == "inductor":
-        own = CPU_OPTIONS if device == "cpu" else {}
+        own = (CPU_OPTIONS if device == "cpu" else {}) | {"emulate_precision_casts": facts.graph_facts(gm).rounds}
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     watch = functools.partial(_recorded, gm, backend, history)
     run = _by_torch(gm, backend, mode, options, dynamic, watch)

@@ -153,6 +153,7 @@ class GraphFacts:
     written_copy: the line that writes where a value may have a copy or not, "" for none.
     squeezed: the line of a squeeze that may take the samples, and of which nothing but its size is read, "" for none.
     trims: the line that pads packed sequences to the longest one of the batch, "" for none.
+    rounds: the code rounds a value to fewer bits, and computes with it in more.
     statistics: buffers and attributes that keep a statistic of the batch (set by batch).
     rows: the symbols of the numbers of rows, for each axis of rows whose samples have any number of them.
     runs_code: passes run code of the user's, so tensors in the graph may be the user's (set by differentiate).
@@ -170,6 +171,7 @@ class GraphFacts:
     squeezed: str = ""
     trims: str = ""
     not_alone: str = ""
+    rounds: bool = False
     statistics: tuple[str, ...] = ()
     rows: tuple[sympy.Symbol, ...] = ()
     runs_code: bool = False

@@ -126,6 +126,9 @@ class SplitStep:
         self.binding = Binding(gm, program.model, None)
         joint, self.outputs, self.results = _ordered(gm)
         forward, backward = partition(joint, len(self.outputs))
+        known = facts.graph_facts(gm)
+        for part in (forward, backward):
+            part.meta[facts.KEY] = facts.GraphFacts(known.batch, rounds=known.rounds)
         history.graphs.keep("forward", forward)
         history.graphs.keep("backward", backward)
         self.detached = [spec.field == facts.DETACHED for _, spec in self.outputs if spec.kind == "output"]
