@@ -15,7 +15,7 @@ from psg_fx.op_table import known
 from psg_fx.program.code import users_line
 from psg_fx.tensors import storage_of
 from psg_fx.torch_private.modes import TorchDispatchMode
-from psg_fx.torch_private.ops import writes, written_arguments
+from psg_fx.torch_private.ops import writes, written_of
 
 aten = torch.ops.aten
 _OVERWRITES = (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default)
@@ -113,10 +113,7 @@ def _is_view(func: Any) -> bool:
 
 def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """The tensors that an op writes into."""
-    names = [a.name for a in func._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    flags = zip(names, written_arguments(func), strict=True)
-    return list(_tensors([given.get(name) for name, is_written in flags if is_written]))
+    return list(_tensors(written_of(func, args, kwargs)))
 
 
 def _places(tensor: Tensor, other: Tensor) -> Tensor:

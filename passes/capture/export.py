@@ -21,6 +21,7 @@ from torch.fx import GraphModule
 from psg_fx.errors import CaptureFailed, PsgError
 from psg_fx.graph import facts
 from psg_fx.graph.strides import free_of_strides, refuse_strides
+from psg_fx.graph.written_copies import writes_a_copy
 from psg_fx.op_table import decomposition, decompositions
 from psg_fx.program.changes.effects import require_same_places
 from psg_fx.program.decisions.branches import OtherBranch, Readings, watch_the_batch_size
@@ -44,7 +45,6 @@ from psg_fx.torch_private.symbols import rows_for_ops
 from psg_fx.torch_private.tracer import traced_quickly
 
 from .constants import constants_that_follow
-from .copies import writes_a_copy
 from .fixed_sizes import join, same_program, values_of
 from .functions import (  # noqa: F401  (they say what ops are written as)
     formulas,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,13 @@ def writes(op: object) -> bool:
 def written_arguments(op: Any) -> list[bool]:
     """Of each argument of an op, whether the op writes into it."""
     return [a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments]
+
+
+def written_of(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """What a call of an op is given for the arguments that the op writes into: some may be lists."""
+    names = [a.name for a in op._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return [given[name] for name, is_written in zip(names, written_arguments(op), strict=True) if is_written]
 
 
 def is_of_numbers(function: object) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -230,6 +231,93 @@ def test_answered_where_nothing_reads_the_value_any_more() -> None:
             return self.layer(x).transpose(0, 1).contiguous().relu_().transpose(0, 1)  # type: ignore[no-any-return]
 
     model, x = Last().double(), data()
+    _, want = oracle.loop_grads(model, loss, (x,))
+    step = psg_fx.transform(model, loss, quantities=Grads(), backend="eager")
+    assert oracle.worst_error(step(x).grads, want) < 1e-10
+
+
+class Forward(torch.autograd.Function):
+    """Writes into what `copied` makes of x in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copied: Code) -> Tensor:
+        t = copied(x)
+        t.clamp_(-1e3, 1e3)
+        return torch.cat([t.flatten().view(x.shape[0], -1), x.flatten(1)], 1).sum(1)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        return g[:, None, None].expand(-1, 2, 3), None
+
+
+class Backward(torch.autograd.Function):
+    """Writes into what `copied` makes of the gradient in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, copied: Code) -> Tensor:
+        ctx.copied = copied
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor, None]:
+        t = ctx.copied(g)
+        t.clamp_(-1e3, 1e3)
+        return g + t.sum(), None
+
+
+@pytest.mark.parametrize("function", [Forward, Backward])
+@pytest.mark.parametrize("name", ["transposed", "a slice", "a step"])
+def test_inside_of_a_custom_function_it_is_refused(function: type[torch.autograd.Function], name: str) -> None:
+    model = Both(lambda h: function.apply(h, COPIES[name]))  # type: ignore[no-untyped-call]
+    with pytest.raises(NotYetSupported, match=r"a write in place in the custom function \w+ treats a batch of one"):
+        psg_fx.transform(model.double(), loss, quantities=Grads(), backend="eager")(data())
+
+
+class Halved(torch.autograd.Function):
+    """Writes into copies that are such for one sample, too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        t = x[..., :2].contiguous()
+        t.mul_(2.0)
+        return torch.cat([t, x.clone().mul_(0.5)], 2)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        x = g[..., 2:].clone()
+        x.mul_(0.5)
+        t = g[..., :2].contiguous()
+        t.mul_(2.0)
+        return torch.cat([x[..., :2] + t, x[..., 2:]], 2)
+
+
+def test_a_custom_function_that_writes_into_copies_of_one_sample_too_is_answered() -> None:
+    model, x = Both(lambda h: Halved.apply(h)).double(), data()  # type: ignore[no-untyped-call]
+    _, want = oracle.loop_grads(model, loss, (x,))
+    step = psg_fx.transform(model, loss, quantities=Grads(), backend="eager")
+    assert oracle.worst_error(step(x).grads, want) < 1e-10
+
+
+def test_a_write_by_out_is_refused() -> None:
+    def code(h: Tensor) -> Tensor:
+        t = h.detach().transpose(0, 1).contiguous()
+        torch.clamp(t, -1e3, 1e3, out=t)
+        return t.sin().sum((0, 2)) + h.square().sum((1, 2))
+
+    with pytest.raises(NotYetSupported, match="a write in place treats a batch of one sample differently"):
+        psg_fx.transform(Both(code).double(), loss, quantities=Grads(), backend="eager")(data())
+
+
+def test_a_result_by_out_lies_where_it_is_written() -> None:
+    """Not in the memory of what it is computed of."""
+
+    def code(h: Tensor) -> Tensor:
+        t = h.detach().transpose(0, 1).contiguous()
+        torch.clamp(t, -1.0, 1.0, out=(other := torch.empty_like(t)))
+        other.mul_(2.0)
+        return other.sin().sum((0, 2)) + h.square().sum((1, 2))
+
+    model, x = Both(code).double(), data()
     _, want = oracle.loop_grads(model, loss, (x,))
     step = psg_fx.transform(model, loss, quantities=Grads(), backend="eager")
     assert oracle.worst_error(step(x).grads, want) < 1e-10

@@ -108,9 +108,20 @@ def by_the_first_dim(o: Tensor, t: Tensor) -> Tensor:
     return o[torch.where(o > 0)[0]].sum()
 
 
+def of_two_kinds(o: Tensor, t: Tensor) -> Tensor:
+    """Rows of two kinds, computed apart and put back: the places are joined."""
+    i, j = (t > 0).nonzero()[:, 0], (t <= 0).nonzero()[:, 0]
+    return torch.cat([o[i], 2 * o[j]])[torch.cat([i, j]).argsort()].square().sum()
+
+
+def stacked(o: Tensor, t: Tensor) -> Tensor:
+    i = (t > 0).nonzero()[:, 0]
+    return o[i].square().sum() + o[torch.stack([i, i])].sum()
+
+
 UNLIKE: dict[str, Refused] = {
     f.__name__: (head, f, whole, NotYetSupported, "cannot be shown to keep samples apart")
-    for f in (one_place_squeezed, one_row_squeezed, one_row_counted, by_the_first_dim)
+    for f in (one_place_squeezed, one_row_squeezed, one_row_counted, by_the_first_dim, of_two_kinds, stacked)
 }
 
 

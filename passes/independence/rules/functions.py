@@ -14,7 +14,7 @@ from psg_fx.errors import NotYetSupported, PsgError, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
 from psg_fx.graph.squeezes import may_take_samples
-from psg_fx.ops.of_users.autograd_function import backward_graph, forward_graph
+from psg_fx.ops.of_users.autograd_function import WRITES_A_COPY, backward_graph, forward_graph
 from psg_fx.ops.of_users.custom_call import CustomCall, custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
@@ -94,6 +94,12 @@ def _require_sizes_alone(
                 why=f"something in its {method} asks for the number of samples itself: a loop over them, or a split",
                 fix="write it with ops on all samples at once",
             )  # fmt: skip
+    if graph.meta[WRITES_A_COPY]:
+        raise NotYetSupported(
+            f"a write in place in {call.title} treats a batch of one sample differently", where=locate(op.node),
+            why=f"its {method} writes into a copy that is the value itself for a batch of one, and reads the other one",
+            fix="copy by clone(), or compute a new tensor: x.clamp(..) for x.clamp_(..)",
+        )  # fmt: skip
     for node in graph.graph.nodes:
         if may_take_samples(node, op.batch):
             raise NotYetSupported(

@@ -22,6 +22,7 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.squeezes import name_squeezed_dims
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
+from psg_fx.graph.written_copies import writes_a_copy
 from psg_fx.ops.of_users.custom_call import CustomCall, listed
 from psg_fx.torch_private.custom_functions import apply
 from psg_fx.torch_private.modes import no_modes
@@ -35,9 +36,7 @@ def forward_graph(call: CustomCall, values: Sequence[torch.Tensor]) -> GraphModu
         with torch.no_grad():
             return listed(call(*inputs))
 
-    traced = trace(forward, list(values))
-    name_squeezed_dims(traced)
-    return traced
+    return _traced(forward, values)
 
 
 def backward_graph(
@@ -52,7 +51,7 @@ def backward_graph(
         return [found[place] for place in places]
 
     try:
-        traced = trace(some, [*values, *cotangents])
+        traced = _traced(some, [*values, *cotangents])
     except RuntimeError as error:
         if "mutating a non-functional tensor" not in str(error):
             raise
@@ -60,8 +59,20 @@ def backward_graph(
     traced.graph.eliminate_dead_code()
     if any(n.args[0].op == "placeholder" for n in traced.graph.find_nodes(op="call_function", target=_COPY)):
         raise call.refusal("its backward writes into a tensor that it is given", "let it return new ones")
-    name_squeezed_dims(traced)
     return traced
+
+
+def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
+    """In plain ops, with what they may be for a batch of one sample."""
+    writes: list[bool] = []
+    traced = trace(function, list(arguments), lambda recorded: writes.append(bool(writes_a_copy(recorded))))
+    name_squeezed_dims(traced)
+    traced.meta[WRITES_A_COPY] = any(writes)
+    return traced
+
+
+WRITES_A_COPY = "psg_fx_writes_a_copy"
+"""Of such a graph: whether it writes into what is a copy of several samples alone."""
 
 
 _COPY = torch.ops.aten.copy_.default

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
 from psg_fx.source import locate
 from psg_fx.tensors import SYMBOLS, number_at, storage_of
-from psg_fx.torch_private.ops import MAY_COPY, writes, written_arguments
+from psg_fx.torch_private.ops import MAY_COPY, writes, written_of
 
 aten = torch.ops.aten
 _SEVERAL = 64
@@ -48,8 +49,8 @@ def _written(node: Node) -> list[Node]:
     """The arguments that an op writes into."""
     if not writes(node.target):
         return []
-    pairs = zip(written_arguments(node.target), node.args, strict=False)
-    return [given for written, given in pairs if written and isinstance(given, Node)]
+    given = written_of(node.target, node.args, node.kwargs)
+    return [n for n in pytree.tree_leaves(given) if isinstance(n, Node)]
 
 
 def _last_reads(nodes: list[Node], memory: Mapping[Node, Node]) -> dict[Node, int]:
@@ -68,28 +69,34 @@ def _memory(gm: GraphModule, size: int) -> dict[Node, Node]:
     """The nodes in whose memory values lie for so many samples: through views, writes, and copies that are none."""
     found: dict[Node, Node] = {}
     for node in gm.graph.nodes:
-        lies = bool(node.all_input_nodes) and node.op == "call_function" and _lies_in_its_input(node, size)
-        found[node] = found[node.all_input_nodes[0]] if lies else node
+        given = _written(node) or node.all_input_nodes
+        lies = bool(given) and node.op == "call_function" and _lies_in_its_input(node, size)
+        found[node] = found[given[0]] if lies else node
     return found
 
 
 def _lies_in_its_input(node: Node, size: int) -> bool:
-    """Whether an op returns memory of its first argument."""
+    """Whether an op returns memory of its first argument, or of the one that it writes into."""
     if node.target is operator.getitem or node.target is aten._unsafe_view.default:
         return True
     schema = getattr(node.target, "_schema", None)
     if schema is None:
         return False
     if node.target is aten.clone.default:  # what `contiguous` and `reshape` are made of under torch.func
-        return "memory_format" in node.kwargs and size == 1
+        return "memory_format" in node.kwargs and size == 1 and _is_as_asked(node)
     is_view = any(value.alias_info is not None for value in schema.returns)
     return _shares(node, size) if is_view and schema.name.removeprefix("aten::") in MAY_COPY else is_view
 
 
-def _shares(node: Node, size: int) -> bool:
-    """Whether an op that copies what does not lie in memory as it needs it leaves its argument where it is; all numbers
-    of samples and of rows are `size`.
-    """
+def _is_as_asked(node: Node) -> bool:
+    """Whether what a clone is made of lies in memory as it asks where there is one sample."""
+    (value, *_), kwargs = _sized(node, 1)
+    asked = kwargs["memory_format"]
+    return asked is not torch.preserve_format and bool(value.is_contiguous(memory_format=asked))
+
+
+def _sized(node: Node, size: int) -> Any:
+    """The arguments of a node on no device, where all numbers of samples and of rows are `size`."""
 
     def sized(value: Any) -> Any:
         if isinstance(value, SYMBOLS):
@@ -99,7 +106,12 @@ def _shares(node: Node, size: int) -> bool:
             return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
         return torch.device("meta") if isinstance(value, torch.device) else value
 
-    args, kwargs = map_aggregate((node.args, node.kwargs), lambda x: sized(x.meta["val"] if isinstance(x, Node) else x))
+    return map_aggregate((node.args, node.kwargs), lambda x: sized(x.meta["val"] if isinstance(x, Node) else x))
+
+
+def _shares(node: Node, size: int) -> bool:
+    """Whether an op that copies what does not lie in memory as it needs it leaves its argument where it is."""
+    args, kwargs = _sized(node, size)
     try:
         found = node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:  # of sizes that are no such numbers
