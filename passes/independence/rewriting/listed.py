@@ -82,10 +82,12 @@ def _is_flat(node: Node, listed: Node) -> bool:
 
 def _is_by_all(node: Node, columns: dict[Node, int], mask: Any) -> bool:
     """Whether a node picks by all dims of the mask, from dims of its sizes."""
+    x: Any = node.args[0]
+    given: Any
     if node.target is aten.index.Tensor:
-        x, given = node.args
+        given = node.args[1]
     elif node.target is aten.index_select.default and node.args[1] == 0:
-        x, given = node.args[0], [node.args[2]]
+        given = [node.args[2]]
     else:
         return False
     shape, own = (facts.shape(n.meta["val"]) for n in (x, mask))
