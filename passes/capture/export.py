@@ -70,7 +70,7 @@ from .nothing_picked import arm_fails, require_same_without, without_arms, witho
 from .read_numbers import keep_numbers_in_tensors
 from .reasons import NOT_ONE_GRAPH, TAKEN_FOR_A_CONSTANT, capture_failed, failure_at, without_shapes
 from .sizes_read import squeezed_for_a_size
-from .unbound import select_what_is_written
+from .unbound import require_kept_writes, select_what_is_written
 
 aten = torch.ops.aten
 MakeExample = Callable[[int], Sequence[torch.Tensor]]
@@ -245,6 +245,7 @@ def _as_it_runs(
                 exported = torch.export.export(program, (list(examples),), dynamic_shapes=shapes, strict=False)
             select_what_is_written(exported.graph_module)
             detach_no_grad_regions(exported.graph_module)
+            require_kept_writes(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
             squeezed = "" if program.call.axes else squeezed_for_a_size(exported.graph_module)
             found = Exported(

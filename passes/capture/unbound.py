@@ -1,5 +1,7 @@
-"""Parts of `unbind` that are written into are those of `select`: functionalisation makes a number of the batch size
-where it writes through an unbound part.
+"""Writes that the functional form of a graph does not do as torch does.
+
+Parts of `unbind` that are written into are those of `select`: functionalisation makes a number of the batch size where
+it writes through an unbound part.  Others are refused.
 """
 
 from __future__ import annotations
@@ -8,6 +10,9 @@ import operator
 
 import torch
 from torch.fx import GraphModule, Node
+
+from psg_fx.errors import NotYetSupported
+from psg_fx.graph.written_copies import lost_write
 
 aten = torch.ops.aten
 
@@ -25,6 +30,15 @@ def select_what_is_written(root: GraphModule) -> None:
                     part.target, part.args = aten.select.int, (x, dim, part.args[1])
                 gm.graph.erase_node(unbind)
                 gm.recompile()
+
+
+def require_kept_writes(gm: GraphModule) -> None:
+    """Refuse a write through a view that no graph is told of."""
+    if (lost := lost_write(gm)) is not None:
+        raise NotYetSupported(
+            "a write in place through a view that a graph does not follow", where=lost.where, why=lost.why,
+            fix=lost.fix,
+        )  # fmt: skip
 
 
 def _is_written(node: Node) -> bool:

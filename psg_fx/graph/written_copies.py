@@ -3,6 +3,9 @@
 `h.transpose(0, 1).contiguous()` is a copy, unless the batch has one sample: then the transposed h is contiguous as it
 lies, and the two are one.  A write into one of them, `relu_()`, is then seen by whoever reads the other.  A graph holds
 the copy.
+
+Some ops give views of what they are given and do not say so (`torch.einsum` of one operand, `torch.meshgrid`), so the
+functional form of a graph takes what they give for memory of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,17 +36,73 @@ def writes_a_copy(gm: GraphModule) -> str:
     nodes = list(gm.graph.nodes)
     if not any(writes(node.target) for node in nodes):
         return ""
-    several, alone = _memory(gm, _SEVERAL), _memory(gm, 1)
-    order = {node: i for i, node in enumerate(nodes)}
-    shared, last = defaultdict(set), _last_reads(nodes, several)
+    meets = _first_that_meets(nodes, _memory(gm, _SEVERAL), _memory(gm, 1))
+    return "" if meets is None else locate(meets[0])
+
+
+@dataclass(frozen=True)
+class LostWrite:
+    """A write in place that the functional form of a graph does not do as torch does."""
+
+    where: str
+    why: str
+    fix: str = "write it without the underscore (x = x.clamp(..)), or into a copy: x.clone()"
+
+
+def lost_write(gm: GraphModule) -> LostWrite | None:
+    """The first one, where a value is a view and its op does not say so, or windows that hold a part of what they are
+    of.  gm: before writes are made functional.
+    """
+    nodes = list(gm.graph.nodes)
+    if not any(writes(node.target) for node in nodes):
+        return None
     for node in nodes:
-        shared[alone[node]].add(several[node])
+        if any(_leaves_gaps(written) for written in _written(node)):
+            return LostWrite(
+                locate(node), "it writes through unfold, whose windows do not hold all of what they are of"
+            )
+    said, true = _memory(gm, _SEVERAL, of_hidden_views=False), _memory(gm, _SEVERAL)
+    if (meets := _first_that_meets(nodes, said, true)) is None:
+        return None
+    node, view = meets
+    name = str(getattr(view.target, "__name__", view.target)).partition(".")[0]
+    return LostWrite(
+        locate(node),
+        f"what {name} gives (%{view.name}) is a view of what it is given, which no graph is told, and both are used",
+    )
+
+
+def _first_that_meets(
+    nodes: list[Node], apart: Mapping[Node, Node], together: Mapping[Node, Node]
+) -> tuple[Node, Node] | None:
+    """The first write into memory that is one in `together` and several in `apart`, where another of these was there
+    before and is read afterwards; and the op that makes the later of the two.
+    """
+    order = {node: i for i, node in enumerate(nodes)}
+    shared, last = defaultdict(set), _last_reads(nodes, apart)
+    for node in nodes:
+        shared[together[node]].add(apart[node])
     for node in nodes:
         for written in _written(node):
-            others = shared[alone[written]] - {several[written]}
-            if any(order[other] < order[node] < last.get(other, -1) for other in others):
-                return locate(node)
-    return ""
+            own = apart[written]
+            for other in shared[together[written]] - {own}:
+                if order[other] < order[node] < last.get(other, -1):
+                    return node, max(other, own, key=order.__getitem__)
+    return None
+
+
+def _leaves_gaps(node: Any) -> bool:
+    """Whether a node is a view of windows that do not hold all of what they are of."""
+    while isinstance(node, Node) and node.op == "call_function" and node.all_input_nodes:
+        if node.target is aten.unfold.default:
+            x, dim, size, step = node.args
+            length = x.meta["val"].shape[dim] if x.meta["val"].ndim else 1  # type: ignore[union-attr]
+            if size != step or not isinstance(length, int) or length % step:  # type: ignore[operator]
+                return True
+        if not (_written(node) or _lies_in_its_input(node, _SEVERAL)):
+            return False
+        node = (_written(node) or node.all_input_nodes)[0]
+    return False
 
 
 def _written(node: Node) -> list[Node]:
@@ -65,14 +125,33 @@ def _last_reads(nodes: list[Node], memory: Mapping[Node, Node]) -> dict[Node, in
     return found
 
 
-def _memory(gm: GraphModule, size: int) -> dict[Node, Node]:
+def _memory(gm: GraphModule, size: int, of_hidden_views: bool = True) -> dict[Node, Node]:
     """The nodes in whose memory values lie for so many samples: through views, writes, and copies that are none."""
     found: dict[Node, Node] = {}
     for node in gm.graph.nodes:
+        if (source := _hidden_source(node)) is not None:
+            found[node] = found[source] if of_hidden_views else node
+            continue
         given = _written(node) or node.all_input_nodes
         lies = bool(given) and node.op == "call_function" and _lies_in_its_input(node, size)
         found[node] = found[given[0]] if lies else node
     return found
+
+
+def _hidden_source(node: Node) -> Node | None:
+    """What a node is a view of by an op that does not say so."""
+    made: Any = node.args[0] if node.target is operator.getitem else node
+    if not isinstance(made, Node) or made.target in _NEW or not isinstance(made.target, torch._ops.OpOverload):
+        return None
+    if any(a.alias_info is not None for a in (*made.target._schema.arguments, *made.target._schema.returns)):
+        return None
+    place = storage_of(node.meta.get("val"))
+    same = (n for n in made.all_input_nodes if place is not None and storage_of(n.meta.get("val")) == place)
+    return next(same, None)
+
+
+_NEW = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten._unsafe_view.default)
+"""Ops by which a tensor is one that was just made, or memory that nothing else has."""
 
 
 def _lies_in_its_input(node: Node, size: int) -> bool:

@@ -22,7 +22,7 @@ from psg_fx.graph.same_op import draws
 from psg_fx.graph.squeezes import name_squeezed_dims
 from psg_fx.graph.strides import free_of_strides
 from psg_fx.graph.tracing import trace
-from psg_fx.graph.written_copies import writes_a_copy
+from psg_fx.graph.written_copies import lost_write, writes_a_copy
 from psg_fx.ops.of_users.custom_call import CustomCall, listed
 from psg_fx.torch_private.custom_functions import apply
 from psg_fx.torch_private.modes import no_modes
@@ -36,7 +36,7 @@ def forward_graph(call: CustomCall, values: Sequence[torch.Tensor]) -> GraphModu
         with torch.no_grad():
             return listed(call(*inputs))
 
-    return _traced(forward, values)
+    return _traced(call, forward, values)
 
 
 def backward_graph(
@@ -51,7 +51,7 @@ def backward_graph(
         return [found[place] for place in places]
 
     try:
-        traced = _traced(some, [*values, *cotangents])
+        traced = _traced(call, some, [*values, *cotangents])
     except RuntimeError as error:
         if "mutating a non-functional tensor" not in str(error):
             raise
@@ -62,12 +62,18 @@ def backward_graph(
     return traced
 
 
-def _traced(function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
+def _traced(call: CustomCall, function: Callable[..., Any], arguments: Sequence[Any]) -> GraphModule:
     """In plain ops, with what they may be for a batch of one sample."""
-    writes: list[bool] = []
-    traced = trace(function, list(arguments), lambda recorded: writes.append(bool(writes_a_copy(recorded))))
+    copied: list[str] = []
+
+    def look_at_writes(recorded: GraphModule) -> None:
+        copied.append(writes_a_copy(recorded))
+        if (lost := lost_write(recorded)) is not None:
+            raise call.refusal(lost.why, lost.fix)
+
+    traced = trace(function, list(arguments), look_at_writes)
     name_squeezed_dims(traced)
-    traced.meta[WRITES_A_COPY] = any(writes)
+    traced.meta[WRITES_A_COPY] = any(copied)
     return traced
 
 
