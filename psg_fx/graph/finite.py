@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import operator
+from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.utils import _pytree as pytree
 
 from psg_fx.graph import facts
 from psg_fx.graph.lifetimes import is_view
 from psg_fx.graph.ranges import range_of
+from psg_fx.graph.same_op import draws
 from psg_fx.op_table import enter, known
+from psg_fx.torch_private.modes import no_modes
 
 aten = torch.ops.aten
 
@@ -51,15 +55,46 @@ def _has_finite_numbers(node: Node) -> bool:
     return all(map(math.isfinite, numbers)) or (set(numbers) == {-math.inf} and _is_causal(node))
 
 
-_SOFTMAX = (aten.softmax.int, aten._softmax.default, aten.log_softmax.int, aten._log_softmax.default)
+_SOFTMAX = (aten.softmax.int, aten._softmax.default)
+"""Not its logarithm, which is -inf there."""
 
 
 def _is_causal(node: Node) -> bool:
-    """Whether -inf stands where a mask says so that the code makes of nothing it is given, and a softmax reads it."""
-    if node.target is not aten.masked_fill.Scalar or not isinstance(node.args[1], Node):
+    """Whether -inf stands where a mask says so that the code makes of nothing it is given, and a softmax reads it, of
+    which each row is left a number.
+    """
+    if node.target is not aten.masked_fill.Scalar or any(user.target not in _SOFTMAX for user in node.users):
         return False
-    given = any(n.op == "placeholder" for n in facts.ancestors([node.args[1]]))
-    return not given and all(user.target in _SOFTMAX for user in node.users)
+    mask = _made_of_nothing(node.args[1])
+    ndim = node.meta["val"].ndim
+    return mask is not None and not any(_fills_a_row(mask, ndim, user.args[1]) for user in node.users)
+
+
+def _fills_a_row(mask: Tensor, ndim: int, dim: Any) -> bool:
+    """Whether a mask of a value of so many dims is true all along the dim somewhere."""
+    dim = dim % ndim - (ndim - mask.ndim) if ndim else 0
+    rows = mask if dim < 0 or not mask.ndim else mask.all(dim)
+    return bool(rows.any())
+
+
+def _made_of_nothing(node: Any) -> Tensor | None:
+    """What the code makes of nothing it is given, and does not draw; None for other values."""
+    above = facts.ancestors([node]) if isinstance(node, Node) else set()
+    if not above or any(n.op == "placeholder" or draws(n) for n in above):
+        return None
+    made: dict[Node, Any] = {}
+    try:
+        with no_modes():
+            for each in (n for n in node.graph.nodes if n in above):
+                if each.op == "get_attr":
+                    made[each] = getattr(node.graph.owning_module, each.target)
+                else:
+                    args, kwargs = torch.fx.map_arg((each.args, each.kwargs), made.__getitem__)
+                    made[each] = each.target(*args, **kwargs)
+        found = made[node]
+        return found if type(found) is Tensor else None
+    except Exception:  # a mask that cannot be made here
+        return None
 
 
 _APART_FROM_ZERO = ("log", "log2", "log10", "rsqrt", "sqrt", "reciprocal")

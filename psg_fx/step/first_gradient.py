@@ -136,15 +136,18 @@ class GradientAlone:
         if not self._is_apart(alone, rows, size) or self._rounds(alone, rows, answer):
             return None
         last = _last(rows)
-        worst = max(alone, key=lambda name: _distance(alone, last, [name]))
+        worst = max(alone, key=lambda name: _or_inf(_distance(alone, last, [name])))
         distance = _distance(alone, last)
         compiled = not self._shown.is_sum and self._is_compilers(self._whole(answer), rows, distance)
         return Apart(worst, distance, norm(last.values()), norm(alone.values()), self._shown.what, compiled)
 
     def _is_apart(self, alone: ByName, rows: ByName, size: int) -> bool:
-        """Numbers that leave the range of their dtype tell nothing."""
+        """Numbers that leave the range of their dtype tell nothing; far inside of it they are lost."""
         distance, of_alone = _distance(alone, _last(rows)), norm(alone.values())
-        if not math.isfinite(distance) or distance <= self._apart * of_alone:
+        if not math.isfinite(distance):
+            largest = min((torch.finfo(row.dtype).max for row in rows.values()), default=0.0)
+            return of_alone < math.sqrt(largest) / TIMES
+        if distance <= self._apart * of_alone:
             return False
         squares = max((torch.finfo(row.dtype).tiny for row in rows.values()), default=0.0)
         least = self._tiny + math.sqrt(squares)
@@ -164,7 +167,7 @@ class GradientAlone:
                     return True
         try:
             moved = (_last(self._computed(answer, each)) for each in answer.rounded(self.eps, arguments))
-            return any(TIMES * _distance(whole, each) >= distance for each in moved)
+            return math.isfinite(distance) and any(TIMES * _distance(whole, each) >= distance for each in moved)
         except Exception:  # a graph for one size of batch alone
             return False
 
@@ -174,6 +177,8 @@ class GradientAlone:
 
     def _is_compilers(self, whole: ByName, rows: ByName, distance: float) -> bool:
         """Whether most of a difference arose where the graph was compiled."""
+        if not math.isfinite(distance):
+            return math.isfinite(norm(whole.values()))
         return 2 * _distance(whole, _last(rows)) > distance
 
     def _computed(self, answer: Answer, arguments: Sequence[Any]) -> ByName:
@@ -202,6 +207,10 @@ def _distance(one: ByName, other: ByName, names: Iterable[str] | None = None) ->
         return _difference(one[name], other[name])
 
     return norm(map(difference, {**one, **other} if names is None else names))
+
+
+def _or_inf(number: float) -> float:
+    return number if math.isfinite(number) else math.inf
 
 
 def _difference(one: Tensor, other: Tensor) -> Tensor:

@@ -76,7 +76,6 @@ OTHER_TABLES = {
     "psg_fx/program/decisions/told.py:_OF_BOOLS": "which of these say so of masks alone",
     "psg_fx/program/decisions/told.py:_PICKS": "the functions that pick rows",
     "psg_fx/program/decisions/told.py:_LISTING": "the functions whose rows are as many as a mask picks",
-    "psg_fx/program/decisions/alike_masks.py:_LISTING": "the functions that list where a mask is true",
     "psg_fx/graph/written_copies.py:_NEW": "what shares memory, by its shapes, that nothing else has",
     "psg_fx/program/decisions/told.py:COMPARED": "operators by the names of functions",
     "psg_fx/program/decisions/told.py:_SAME": "what says the same of a mask as what it is given",
