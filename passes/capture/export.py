@@ -69,7 +69,7 @@ from .gradients.writes import seen_by_autograd
 from .nothing_picked import arm_fails, require_same_without, without_arms, without_unread_numbers
 from .read_numbers import keep_numbers_in_tensors
 from .reasons import NOT_ONE_GRAPH, TAKEN_FOR_A_CONSTANT, capture_failed, failure_at, without_shapes
-from .sizes_read import squeezed_for_a_size
+from .sizes_read import require_sizes_of_one, squeezed_for_a_size
 from .unbound import require_kept_writes, select_what_is_written
 
 aten = torch.ops.aten
@@ -247,6 +247,8 @@ def _as_it_runs(
             detach_no_grad_regions(exported.graph_module)
             require_kept_writes(exported.graph_module)
             copied = writes_a_copy(exported.graph_module)
+            if dynamic and not program.call.axes:
+                require_sizes_of_one(exported.graph_module)
             squeezed = "" if program.call.axes else squeezed_for_a_size(exported.graph_module)
             found = Exported(
                 **vars(functional(exported, decompositions())), written_copy=copied, squeezed=squeezed,

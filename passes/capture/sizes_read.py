@@ -1,4 +1,8 @@
-"""Squeezes that code asks for a size alone: of what they take for a batch of one, no op of the graph tells."""
+"""What code asks for a size alone: a batch of one may have another, and no op of the graph tells.
+
+A squeeze takes its dim; and of a batch of one, `h[:2]` has one row and `h[1]` is an error, where torch, which takes a
+batch for two or more, makes plain numbers of both.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from psg_fx.errors import CaptureFailed
 from psg_fx.graph import facts
+from psg_fx.graph.at_sizes import sized, sized_arguments
 from psg_fx.source import locate
 
 aten = torch.ops.aten
@@ -19,12 +25,48 @@ def squeezed_for_a_size(gm: GraphModule) -> str:
     """The place of the first squeeze that takes a dim of a batch of one alone and whose values nobody reads; "" for
     none.  gm: before what nobody reads is taken away.
     """
+    squeezes = (node for node in _unread(gm) if node.target in _SQUEEZES)
+    return next((locate(node) for node in squeezes if _takes_samples(node)), "")
+
+
+def require_sizes_of_one(gm: GraphModule) -> None:
+    """Raise CaptureFailed where an op whose values nobody reads has for a batch of one another size than the graph
+    says, or does not run: one graph for each batch size holds what each has.
+    """
+    for node in _unread(gm):
+        if node.target not in _SQUEEZES and _runs_as_said(node, _SEVERAL) and not _runs_as_said(node, 1):
+            name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
+            raise CaptureFailed(
+                f"{name} has another size for a batch of one sample, or does not run", where=locate(node),
+                why="nothing but its size is read, or whether it fails, and the graph holds what several samples have",
+                fix="take sizes from the input itself (x.shape[0]), or from dims that are not the samples'",
+            )  # fmt: skip
+
+
+def _unread(gm: GraphModule) -> list[Node]:
+    """The nodes whose values nothing reads."""
     read: set[Node] = set()
     for node in reversed(gm.graph.nodes):
         if node in read or node.is_impure():
             read.update((node, *node.all_input_nodes))
-    squeezes = (node for node in gm.graph.nodes if node.target in _SQUEEZES and node not in read)
-    return next((locate(node) for node in squeezes if _takes_samples(node)), "")
+    return [node for node in gm.graph.nodes if node not in read]
+
+
+def _runs_as_said(node: Node, size: int) -> bool:
+    """Whether an op of torch gives for so many samples what the graph says of them."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return size == 1
+    args, kwargs = sized_arguments(node, size)
+    try:
+        found = target(*args, **kwargs)
+    except Exception:
+        return False
+    said = [sized(value, size).shape for value in facts.tensors(node.meta["val"])]
+    return [value.shape for value in facts.tensors(found)] == said
+
+
+_SEVERAL = 64
 
 
 def _takes_samples(node: Node) -> bool:

@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_aggregate
 from torch.utils import _pytree as pytree
 
+from psg_fx.graph.at_sizes import sized_arguments
 from psg_fx.source import locate
-from psg_fx.tensors import SYMBOLS, number_at, storage_of
+from psg_fx.tensors import storage_of
 from psg_fx.torch_private.ops import MAY_COPY, writes, written_of
 
 aten = torch.ops.aten
@@ -169,28 +169,14 @@ def _lies_in_its_input(node: Node, size: int) -> bool:
 
 def _is_as_asked(node: Node) -> bool:
     """Whether what a clone is made of lies in memory as it asks where there is one sample."""
-    (value, *_), kwargs = _sized(node, 1)
+    (value, *_), kwargs = sized_arguments(node, 1)
     asked = kwargs["memory_format"]
     return asked is not torch.preserve_format and bool(value.is_contiguous(memory_format=asked))
 
 
-def _sized(node: Node, size: int) -> Any:
-    """The arguments of a node on no device, where all numbers of samples and of rows are `size`."""
-
-    def sized(value: Any) -> Any:
-        if isinstance(value, SYMBOLS):
-            return number_at(value, dict.fromkeys(value.node.expr.free_symbols, size))
-        if isinstance(value, torch.Tensor):
-            shape, strides = ([sized(n) for n in numbers] for numbers in (value.shape, value.stride()))
-            return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
-        return torch.device("meta") if isinstance(value, torch.device) else value
-
-    return map_aggregate((node.args, node.kwargs), lambda x: sized(x.meta["val"] if isinstance(x, Node) else x))
-
-
 def _shares(node: Node, size: int) -> bool:
     """Whether an op that copies what does not lie in memory as it needs it leaves its argument where it is."""
-    args, kwargs = _sized(node, size)
+    args, kwargs = sized_arguments(node, size)
     try:
         found = node.target(*args, **kwargs)  # type: ignore[operator]
     except Exception:  # of sizes that are no such numbers
