@@ -6,14 +6,19 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.fx import Node
+
 from psg_fx.graph import facts, sample_axis
 from psg_fx.graph.facts import SampleAxis
 from psg_fx.graph.sample_axis import Misfit
+from psg_fx.op_table import known
 
 from ..arguments import symbolic_sizes
 from ..table import Placement, sample_rule
 from ..values import Argument, Op, Result, samples_of
 
+aten = torch.ops.aten
 _FOLD = "fold the sample dim outermost or innermost consistently: permute it next to the dims it is folded with first"
 _ONE = "use the samples' rows all together; one sample's row must not reach the others"
 
@@ -155,7 +160,7 @@ def select(op: Op) -> Result:
     x = op.need("self")
     dim = op.dim("dim", x.ndim)
     if x.axis is not None and x.axis.dim == dim:
-        if op.raw("index") in (0, -1) and _same_integers(x):
+        if op.raw("index") in (0, -1) and _is_anybodys(x):
             return Result(uniform=True)
         raise op.refuse(f"it takes index {op.raw('index')} of dim {dim}, so one sample's value is used for all", _ONE)
     return same_kind(x, sample_axis.without_dims(samples_of(x), [dim])) if x.axis else Result()
@@ -178,7 +183,7 @@ def part(op: Op) -> Result:
         if symbolic_sizes(op.node, op.batch):
             raise op.refuse(f"where it cuts dim {dim} depends on the batch size")
         return same_kind(x, x.axis)
-    if (op.raw("start", 0), op.raw("end")) == (0, 1) and _same_integers(x):
+    if (op.raw("start", 0), op.raw("end")) == (0, 1) and _is_anybodys(x):
         return Result(uniform=True)
     if (step := op.raw("step", 1)) != 1:
         if not every(op, step, x.axis.inner):
@@ -193,14 +198,24 @@ def part(op: Op) -> Result:
         raise op.refuse(f"it takes a part of dim {dim}, the sample dim, so some samples are left out", _ONE) from None
 
 
-def _same_integers(x: Argument) -> bool:
-    """Whether one row is what every sample holds.  Not for floats: the gradients of all samples would meet in it."""
-    return x.found.uniform and samples_of(x) == SampleAxis(samples_of(x).dim) and _is_integer(x)
+def _is_anybodys(x: Argument) -> bool:
+    """Whether one row is what every sample holds.  Not where it may have a gradient: those of all samples would meet in
+    it.
+    """
+    return x.found.uniform and samples_of(x) == SampleAxis(samples_of(x).dim) and not _may_have_gradient(x.node)
 
 
-def _is_integer(x: Argument) -> bool:
-    dtype = x.node.meta["val"].dtype
-    return not (dtype.is_floating_point or dtype.is_complex)
+def _may_have_gradient(node: Node) -> bool:
+    """Whether a value is made of anything but buffers, constants and numbers, in a way that has derivatives."""
+    above = facts.ancestors([node], _passes_gradients)
+    ends = (facts.input_spec(n) for n in above if n.op == "placeholder" and _passes_gradients(n))
+    return any(spec.kind not in ("buffer", "constant") for spec in ends)
+
+
+def _passes_gradients(node: Node) -> bool:
+    value, rule = node.meta.get("val"), known(node.target).samples if node.op == "call_function" else None
+    is_cut = node.target is aten.detach.default or (rule is not None and rule.shapes_only)
+    return not is_cut and any(map(facts.is_differentiable, facts.tensors(value)))
 
 
 def every(op: Op, step: int, inner: int) -> bool:
