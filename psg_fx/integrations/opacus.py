@@ -6,29 +6,24 @@ p.grad = (Σ_b min(1, C / ‖g_b‖) g_b  +  σ C N(0, 1)) / (q N)        (Abadi
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Mapping
-from numbers import Real
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from opacus.accountants import create_accountant
 from opacus.data_loader import DPDataLoader
-from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.optimizers import DPOptimizerFastGradientClipping
 from torch import nn
-from torch.utils._pytree import tree_leaves
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from psg_fx.api import transform
 from psg_fx.distributed.gradients import set_grad
-from psg_fx.errors import BadArgument, NotYetSupported, first_line
+from psg_fx.errors import BadArgument, first_line
 from psg_fx.generators import generators_kept
+from psg_fx.integrations import opacus_checks as checks
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.microbatch import microbatch
-from psg_fx.tensors import short_name
-from psg_fx.torch_private.sharded import is_sharded
 
 
 class PrivateTraining:
@@ -66,12 +61,14 @@ class PrivateTraining:
         *, noise_multiplier: float, max_grad_norm: float, accountant: Any = "prv", part: int | None = None,
         generator: torch.Generator | None = None, secure_mode: bool = False, **options: Any,
     ) -> None:  # fmt: skip
-        _refuse_several_processes(model)
-        _check_noise(noise_multiplier)
-        _check_loader(loader)
-        _check_batches(options)
-        _check_parts(model, optimizer, options)
-        _check_bound(max_grad_norm)
+        checks.refuse_several_processes(model)
+        checks.check_noise(noise_multiplier)
+        checks.check_loader(loader)
+        checks.check_batches(options)
+        checks.check_optimizer(optimizer)
+        checks.check_trained(dict(model.named_parameters(remove_duplicate=False)), optimizer)
+        checks.check_options(options)
+        checks.check_bound(max_grad_norm)
         self.model = model
         self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
         _show_a_batch(self.loader)
@@ -92,44 +89,24 @@ class PrivateTraining:
 
         Sums are clipped to the optimizer's `max_grad_norm` of now, as its noise is, which a scheduler may change.
         """
-        _check_bound(self.optimizer.max_grad_norm)
-        self._bound.fill_(self.optimizer.max_grad_norm)
+        optimizer, parameters = self.optimizer, dict(self.model.named_parameters(remove_duplicate=False))
+        checks.check_noise(optimizer.noise_multiplier)
+        checks.check_bound(optimizer.max_grad_norm)
+        checks.check_trained(parameters, optimizer)
+        self._bound.fill_(optimizer.max_grad_norm)
         out: StepOutput = self._call(inputs, *targets)
-        self.optimizer.zero_grad()
-        set_grad(self.model, self._of_the_optimizer(out.clipped_sum))
-        self.optimizer.step()
+        own = {*optimizer.params}  # these get noise; the sums of others would lie in `p.grad` without
+        with torch.inference_mode(False):  # later steps write into what this one leaves
+            optimizer.zero_grad(set_to_none=True)  # an optimizer moves what has zeros, too
+            set_grad(self.model, {name: value for name, value in out.clipped_sum.items() if parameters[name] in own})
+            optimizer.step()
         return out
-
-    def _of_the_optimizer(self, sums: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Those that get noise; others would lie in `p.grad` without."""
-        own, parameters = {*self.optimizer.params}, dict(self.model.named_parameters(remove_duplicate=False))
-        return {name: value for name, value in sums.items() if parameters.get(name) in own}
 
     def epsilon(self, delta: float) -> float:
         """What has been spent, at this δ; 0 before the first step."""
         if not len(self.accountant):
             return 0.0  # Opacus' "prv" divides by the number of steps
         return float(self.accountant.get_epsilon(delta))
-
-
-def _check_noise(noise_multiplier: Any) -> None:
-    if not isinstance(noise_multiplier, Real) or not 0 <= float(noise_multiplier) < math.inf:
-        raise BadArgument(
-            f"noise_multiplier={noise_multiplier!r} is no standard deviation",
-            where="PrivateTraining(noise_multiplier=...)",
-            why="noise of noise_multiplier times max_grad_norm is added to the sum",
-            fix="a float that is not negative, e.g. noise_multiplier=1.1",
-        )  # fmt: skip
-
-
-def _check_bound(bound: Any) -> None:
-    ClippedSum(max_norm=bound)
-    if isinstance(bound, Mapping) or math.isinf(float(bound)):
-        raise BadArgument(
-            f"max_grad_norm={bound!r} is not one finite number", where="PrivateTraining(max_grad_norm=...)",
-            why="noise of noise_multiplier times max_grad_norm is added to the sum",
-            fix="a float that is larger than all norms leaves gradients as they are, where noise_multiplier is 0",
-        )  # fmt: skip
 
 
 def _accountant(accountant: Any) -> Any:
@@ -148,92 +125,3 @@ def _show_a_batch(loader: DataLoader[Any]) -> None:
     if getattr(collate, "first_batch", collate) is None:
         with contextlib.suppress(LookupError), generators_kept():  # a data set by keys has none of this number
             collate([loader.dataset[0]])
-
-
-def _check_loader(loader: Any) -> None:
-    """Refuse what does not give every sample of a data set once: batches are drawn from all of them."""
-    if isinstance(loader, DPDataLoader):
-        return
-    why = "batches are drawn anew from its data set"
-    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        found = loader.dataset if isinstance(loader, DataLoader) else loader
-        raise BadArgument(
-            f"the loader is a {type(loader).__name__}" if found is loader else "the loader's data set is a stream",
-            where="PrivateTraining(loader)", why=why, fix="pass a torch.utils.data.DataLoader of a data set with "
-            "a length",
-        )  # fmt: skip
-    batches = loader.batch_sampler
-    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
-    whole = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
-    sizes: list[Any] = [sampler, loader.dataset]  # samplers number the samples of whatever they are of
-    whole = whole and len(sizes[0]) == len(sizes[1])
-    if not whole or type(batches) is not BatchSampler:
-        odd = batches if whole else sampler
-        raise BadArgument(
-            f"the loader has a {type(odd).__name__}", where="PrivateTraining(loader)",
-            why=f"{why}, all of whose samples join with one probability; a sampler's choice would be lost",
-            fix="pass DataLoader(torch.utils.data.Subset(dataset, indices), batch_size=...) of the samples to train on",
-        )  # fmt: skip
-    if not len(loader):
-        raise BadArgument(
-            "the loader has no batches", where="PrivateTraining(loader)",
-            why="a sample joins a batch with probability 1 / len(loader)", fix="choose a smaller batch size",
-        )  # fmt: skip
-
-
-def _check_batches(options: Mapping[str, Any]) -> None:
-    """Refuse batches whose samples do not lie in the first dim: Opacus makes an empty batch of no entries there."""
-    if any(isinstance(dim, int) and dim != 0 for dim in tree_leaves(options.get("batch_dim", 0))):
-        raise BadArgument(
-            f"batch_dim={options['batch_dim']!r} of private training", where="PrivateTraining(batch_dim=...)",
-            why="a batch may be empty, and Opacus makes an empty one of no entries in the first dim",
-            fix="collate batches whose samples lie first, and transpose in the model",
-        )  # fmt: skip
-
-
-def _check_parts(model: nn.Module, optimizer: Any, options: Mapping[str, Any]) -> None:
-    """Refuse parameters of too few digits, an optimizer of other parameters, or that cannot be given noise, and options
-    that are not free.
-    """
-    half = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad and p.dtype.itemsize < 4}
-    if half:
-        name, dtype = next(iter(half.items()))
-        raise BadArgument(
-            f"{name} is {short_name(dtype)}", where="PrivateTraining(model)",
-            why="its sum would be rounded to that before the noise is added, by which one sample can change it by "
-            "several times the bound",
-            fix="keep the parameters in float32, and compute in half precision under torch.autocast",
-        )  # fmt: skip
-    if isinstance(optimizer, (DPOptimizer, torch.optim.LBFGS)):
-        with_noise = isinstance(optimizer, DPOptimizer)
-        raise BadArgument(
-            f"the optimizer is {'already a' if with_noise else 'a'} {type(optimizer).__name__}",
-            where="PrivateTraining(optimizer)",
-            why="noise would be added twice" if with_noise else "it computes gradients several times in a step",
-            fix="pass the optimizer of torch that it was made of" if with_noise else "torch.optim.SGD or Adam, say",
-        )  # fmt: skip
-    own = set(model.parameters())
-    if not all(p in own for group in optimizer.param_groups for p in group["params"]):
-        raise BadArgument(
-            "the optimizer has parameters that the model does not have", where="PrivateTraining(optimizer)",
-            why="they have no clipped sum", fix="make it over model.parameters(), or over some of them",
-        )  # fmt: skip
-    fixes = {
-        "quantities": "leave it out; transform(model, loss_fn, quantities=[...]) measures others beside the training",
-        "params": "freeze the others: parameter.requires_grad_(False)",
-    }
-    for name in (name for name in fixes if options.get(name) is not None):
-        raise BadArgument(
-            f"{name}= is not an option of private training", where=f"PrivateTraining({name}=...)",
-            why="it trains by the clipped sum of all parameters that require gradients", fix=fixes[name],
-        )  # fmt: skip
-
-
-def _refuse_several_processes(model: nn.Module) -> None:
-    if is_sharded(model) or (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-        raise NotYetSupported(
-            "PrivateTraining in several processes", where="PrivateTraining(model, ...)",
-            why="each would draw batches and noise of its own, and train a model of its own",
-            fix="write the loop: a step in each process, psg_fx.distributed.reduce(out), noise once, set_grad "
-            "(docs/distributed.md)",
-        )  # fmt: skip
