@@ -5,9 +5,9 @@ p.grad = (Σ_b min(1, C / ‖g_b‖) g_b  +  σ C N(0, 1)) / (q N)        (Abadi
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
-from typing import Any
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
 
 import torch
 from opacus.accountants import create_accountant
@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader
 from psg_fx.api import transform
 from psg_fx.distributed.gradients import set_grad
 from psg_fx.errors import BadArgument, first_line
-from psg_fx.generators import generators_kept
 from psg_fx.integrations import opacus_checks as checks
+from psg_fx.integrations.empty_batches import show_empty
 from psg_fx.quantities.clipped_sum import ClippedSum
 from psg_fx.step.compiled import StepOutput
 from psg_fx.step.microbatch import microbatch
@@ -42,7 +42,8 @@ class PrivateTraining:
         model, loss_fn: as in `psg_fx.transform`; the bound is on the gradient of each sample's own loss.
         optimizer: torch's, over the model's parameters; a scheduler may be built on it.
         loader: a `DataLoader` of a whole data set, or Opacus' `DPDataLoader`.  q N samples are expected in a batch,
-            which is the loader's batch size where that divides N.
+            which is the loader's batch size where that divides N.  Empty batches are collated as others are: of no
+            samples in the dim where these lie, and zeros where all samples share something.
         noise_multiplier: σ.  max_grad_norm: C, which is finite; `private.optimizer.max_grad_norm` may change.
         accountant: "prv", "rdp" or "gdp", or an accountant of Opacus, which may have a history.
         part: run batches in parts of at most so many samples.
@@ -64,14 +65,16 @@ class PrivateTraining:
         checks.refuse_several_processes(model)
         checks.check_noise(noise_multiplier)
         checks.check_loader(loader)
-        checks.check_batches(options)
         checks.check_optimizer(optimizer)
+        checks.check_generator(generator)
         checks.check_trained(dict(model.named_parameters(remove_duplicate=False)), optimizer)
         checks.check_options(options)
+        options.pop("quantities", None)
         checks.check_bound(max_grad_norm)
         self.model = model
-        self.loader = loader if isinstance(loader, DPDataLoader) else DPDataLoader.from_data_loader(loader)
-        _show_a_batch(self.loader)
+        self.loader = _loader(loader)
+        if not show_empty(self.loader):
+            checks.check_batches(options)
         self.accountant = _accountant(accountant)
         rate = self.loader.sample_rate
         self.optimizer = DPOptimizerFastGradientClipping(
@@ -103,25 +106,53 @@ class PrivateTraining:
         return out
 
     def epsilon(self, delta: float) -> float:
-        """What has been spent, at this δ; 0 before the first step."""
+        """What has been spent, at this δ, which lies between 0 and 1; 0 before the first step, inf after one without
+        noise.
+        """
+        checks.check_delta(delta)
         if not len(self.accountant):
             return 0.0  # Opacus' "prv" divides by the number of steps
+        if any(not noise for noise, *_ in getattr(self.accountant, "history", ())):
+            return math.inf
         return float(self.accountant.get_epsilon(delta))
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise checks.no_copies()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise checks.no_copies()
 
 
 def _accountant(accountant: Any) -> Any:
+    why = "it counts the steps of an optimizer of Opacus, and says what was spent"
     try:
-        return create_accountant(accountant) if isinstance(accountant, str) else accountant
+        if isinstance(accountant, str):
+            return create_accountant(accountant)
+        if not isinstance(accountant, type) and all(hasattr(accountant, name) for name in _OF_ACCOUNTANTS):
+            return accountant
     except ValueError as error:
+        why = f"Opacus says: {first_line(error)}"
+    raise BadArgument(
+        f"accountant={accountant!r} is {'unknown' if isinstance(accountant, str) else 'none'}",
+        where="PrivateTraining(accountant=...)", why=why, fix='"prv", "rdp", "gdp", or an accountant of Opacus',
+    )  # fmt: skip
+
+
+_OF_ACCOUNTANTS = ("get_optimizer_hook_fn", "get_epsilon", "__len__")
+
+
+def _loader(loader: DataLoader[Any]) -> Any:
+    """Opacus' loader of these samples, which asks a sample for its parts."""
+    if isinstance(loader, DPDataLoader):
+        return loader
+    try:
+        return DPDataLoader.from_data_loader(loader)
+    except TypeError as error:
+        sample = loader.dataset[0]
+        if isinstance(sample, Iterable):
+            raise
         raise BadArgument(
-            f"accountant={accountant!r} is unknown", where="PrivateTraining(accountant=...)",
-            why=f"Opacus says: {first_line(error)}", fix='"prv", "rdp", "gdp", or an accountant of Opacus',
+            f"a sample is of type {type(sample).__name__}", where="PrivateTraining(loader)",
+            why="Opacus loops over the parts of a sample, an input and a target, say", fix="let the data set give "
+            "tuples, (sample,) where there is one part, which collate_fn takes apart",
         ) from error  # fmt: skip
-
-
-def _show_a_batch(loader: DataLoader[Any]) -> None:
-    """Empty batches have the form of the first one that Opacus collates, which may be empty itself."""
-    collate = loader.collate_fn
-    if getattr(collate, "first_batch", collate) is None:
-        with contextlib.suppress(LookupError), generators_kept():  # a data set by keys has none of this number
-            collate([loader.dataset[0]])

@@ -32,6 +32,25 @@ def check_noise(noise_multiplier: Any) -> None:
         )  # fmt: skip
 
 
+def check_delta(delta: Any) -> None:
+    """Refuse a δ at which there is no ε."""
+    if not isinstance(delta, Real) or not 0 < float(delta) < 1:
+        raise BadArgument(
+            f"delta={delta!r} is no probability between 0 and 1", where="PrivateTraining.epsilon(delta)",
+            why="it is the probability with which the bound ε may not hold", fix="a float below 1 / (number of "
+            "samples), e.g. delta=1e-5",
+        )  # fmt: skip
+
+
+def check_generator(generator: Any) -> None:
+    """Refuse what does not draw the noise."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise BadArgument(
+            f"generator={generator!r} is of type {type(generator).__name__}", where="PrivateTraining(generator=...)",
+            why="noise is drawn from it", fix="torch.Generator().manual_seed(...), or None for torch's own",
+        )  # fmt: skip
+
+
 def check_bound(bound: Any) -> None:
     """Refuse a bound that is not one finite number."""
     ClippedSum(max_norm=bound)
@@ -75,17 +94,24 @@ def check_loader(loader: Any) -> None:
 
 
 def check_batches(options: Mapping[str, Any]) -> None:
-    """Refuse batches whose samples do not lie in the first dim: Opacus makes an empty batch of no entries there."""
+    """Refuse batches whose samples do not lie in the first dim, where the loader does not show what an empty one is."""
     if any(isinstance(dim, int) and dim != 0 for dim in tree_leaves(options.get("batch_dim", 0))):
         raise BadArgument(
             f"batch_dim={options['batch_dim']!r} of private training", where="PrivateTraining(batch_dim=...)",
-            why="a batch may be empty, and Opacus makes an empty one of no entries in the first dim",
-            fix="collate batches whose samples lie first, and transpose in the model",
+            why="a batch may be empty; batches that the loader collates do not show where their samples lie, and then "
+            "Opacus makes an empty one of no entries in the first dim",
+            fix="collate tensors, in lists, tuples or dicts, with a place for each sample; or let samples lie first, "
+            "and transpose in the model",
         )  # fmt: skip
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Refuse an optimizer that cannot be given noise."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise BadArgument(
+            f"the optimizer is of type {type(optimizer).__name__}", where="PrivateTraining(optimizer)",
+            why="Opacus adds noise for an optimizer of torch", fix="pass torch.optim.SGD(model.parameters(), ...), say",
+        )  # fmt: skip
     if isinstance(optimizer, (DPOptimizer, torch.optim.LBFGS)):
         with_noise = isinstance(optimizer, DPOptimizer)
         raise BadArgument(
@@ -141,3 +167,14 @@ def refuse_several_processes(model: nn.Module) -> None:
             fix="write the loop: a step in each process, psg_fx.distributed.reduce(out), noise once, set_grad "
             "(docs/distributed.md)",
         )  # fmt: skip
+
+
+def no_copies() -> BadArgument:
+    """What copy and pickle are told: a copy would count its steps, and draw its noise, in the original."""
+    return BadArgument(
+        "PrivateTraining is not copied or pickled", where="copy.deepcopy, pickle or torch.save of a PrivateTraining",
+        why="its optimizer counts steps in one accountant and trains one model; a copy would go on in these",
+        fix="save model.state_dict(), private.optimizer.state_dict(), private.accountant.state_dict() and the states "
+        "of the generators, and load them into what a new PrivateTraining is made of; an average of weights copies "
+        "the model",
+    )  # fmt: skip

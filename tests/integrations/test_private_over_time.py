@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -118,3 +120,45 @@ def test_noise_that_is_none_any_more(noise: Any) -> None:
     with pytest.raises(BadArgument, match="is no standard deviation"):
         train.step(*DATA[:6])
     assert torch.equal(model[0].weight, before)
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_copies_are_refused_in_words(how: Any) -> None:
+    train = private(mlp())
+    train.step(*DATA[:6])
+    with pytest.raises(BadArgument, match=r"not copied or pickled[^\0]*accountant.state_dict\(\)"):
+        how(train)
+    train.step(*DATA[:6])
+
+
+def test_a_run_that_is_saved_goes_on_as_one_that_was_not() -> None:
+    def run() -> Any:
+        torch.manual_seed(0)
+        return private(mlp(), generator=torch.Generator().manual_seed(7))
+
+    train, fresh = run(), run()
+    train.step(*DATA[:6])
+    parts = train.model, train.optimizer, train.accountant
+    saved = [copy.deepcopy(part.state_dict()) for part in parts]
+    noise = train.optimizer.generator.get_state()
+    train.step(*DATA[6:9])
+    for part, state in zip((fresh.model, fresh.optimizer, fresh.accountant), saved, strict=True):
+        part.load_state_dict(state)
+    fresh.optimizer.generator.set_state(noise)
+    fresh.step(*DATA[6:9])
+    assert all(map(torch.equal, train.model.parameters(), fresh.model.parameters()))
+    assert train.epsilon(1e-5) == fresh.epsilon(1e-5)
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "gdp"])
+@pytest.mark.filterwarnings("ignore:GDP accounting is experimental:UserWarning")
+def test_without_noise_anything_may_be_known(accountant: str) -> None:
+    train = private(mlp(), noise_multiplier=0.0, accountant=accountant)
+    train.step(*DATA[:6])
+    assert train.epsilon(1e-5) == float("inf")
+
+
+@pytest.mark.parametrize("delta", [0, 1, -1.0, float("nan"), None])
+def test_a_delta_that_is_no_probability(delta: Any) -> None:
+    with pytest.raises(BadArgument, match="is no probability"):
+        private(mlp()).epsilon(delta)

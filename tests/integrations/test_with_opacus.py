@@ -45,10 +45,11 @@ def optimizer(model: nn.Module) -> Any:
 def private(model: nn.Module, size: int = 5, **options: Any) -> Any:
     from psg_fx.integrations.opacus import PrivateTraining
 
-    usual = {"backend": "eager", "noise_multiplier": 0.8, "max_grad_norm": 0.5}
+    usual: Any = {"backend": "eager", "noise_multiplier": 0.8, "max_grad_norm": 0.5}
+    usual["generator"] = torch.Generator().manual_seed(7)
     return PrivateTraining(
         model, F.cross_entropy, options.pop("optimizer", optimizer(model)), options.pop("loader", loader(size)),
-        generator=torch.Generator().manual_seed(7), **usual | options,
+        **usual | options,
     )  # fmt: skip
 
 
@@ -61,6 +62,12 @@ class Stream(IterableDataset[Any]):
 
 class Batches(BatchSampler):
     """A choice of the user's."""
+
+
+def padded(samples: Any) -> Any:
+    """Five places, however many samples there are."""
+    x, y = (torch.stack([part] * 5) for part in samples[0])
+    return x.T, y
 
 
 def by_opacus(model: nn.Module, size: int = 5, epochs: int = 2, accountant: str = "prv") -> Any:
@@ -170,7 +177,7 @@ def test_noise_that_is_none(noise: Any) -> None:
         ({"max_grad_norm": -1.0}, "max_norm=-1.0 is not a bound on norms"),
         ({"params": "2.*"}, r"params= is not an option[^\0]*requires_grad_\(False\)"),
         ({"quantities": Norms()}, "quantities= is not an option"),
-        ({"accountant": "none"}, "accountant='none' is unknown"),
+        ({"accountant": "other"}, "accountant='other' is unknown"),
         ({"loader": [DATA[:3]]}, "the loader is a list"),
         ({"loader": DataLoader(Stream(), 3)}, "the loader's data set is a stream"),
         ({"loader": DataLoader(DATA, 40, drop_last=True)}, "the loader has no batches"),
@@ -179,7 +186,12 @@ def test_noise_that_is_none(noise: Any) -> None:
         ({"loader": DataLoader(DATA, batch_sampler=BatchSampler(SubsetRandomSampler([3]), 5, False))}, "SubsetRandom"),
         ({"loader": DataLoader(DATA, 5, sampler=SequentialSampler(range(9)))}, "the loader has a SequentialSampler"),
         ({"loader": DataLoader(DATA, 5, sampler=RandomSampler(range(9)))}, "the loader has a RandomSampler"),
-        ({"batch_dim": (1, 0)}, "no entries in the first dim"),
+        ({"batch_dim": (1, 0), "loader": DataLoader(DATA, 5, collate_fn=padded)}, "no entries in the first dim"),
+        ({"loader": DataLoader(range(9), 3)}, r"a sample is of type int[^\0]*\(sample,\)"),
+        ({"optimizer": 3}, "the optimizer is of type int"),
+        ({"generator": 3}, "generator=3 is of type int"),
+        ({"accountant": None}, "accountant=None is none"),
+        ({"accountant": opacus.accountants.RDPAccountant}, "RDPAccountant'> is none"),
         ({"optimizer": torch.optim.LBFGS(mlp().parameters())}, "the optimizer is a LBFGS"),
         ({"optimizer": private(mlp()).optimizer}, "the optimizer is already a DPOptimizerFastGradientClipping"),
         ({"optimizer": optimizer(mlp())}, "the optimizer has parameters that the model does not have"),
