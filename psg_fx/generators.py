@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -24,3 +24,32 @@ def generators_kept(*devices: torch.device) -> Iterator[None]:
         random.setstate(of_python)
         if numpy is not None:
             numpy.set_state(of_numpy)
+
+
+States = Mapping[torch.device, torch.Tensor]
+"""Where torch's own generators are, by their devices."""
+
+
+def states_of(*devices: torch.device) -> States:
+    """Where the generators of the CPU and of these devices are."""
+    found = {d: torch.cuda.get_rng_state(d) for d in devices if d.type == "cuda"}
+    return {torch.device("cpu"): torch.get_rng_state()} | found
+
+
+@contextlib.contextmanager
+def drawn_again(states: States) -> Iterator[None]:
+    """What is drawn inside is what was drawn from these states on; afterwards the generators are where they were."""
+    later = states_of(*states)
+    try:
+        _set(states)
+        yield
+    finally:
+        _set(later)
+
+
+def _set(states: States) -> None:
+    for device, state in states.items():
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(state, device)
+        else:
+            torch.set_rng_state(state)

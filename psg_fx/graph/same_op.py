@@ -70,6 +70,12 @@ def draws(node: Node) -> bool:
     return not ("dropout_p" in names and given.get("dropout_p", 0.0) == 0.0)
 
 
+def any_draws(gm: GraphModule) -> bool:
+    """Whether an op of the graph, or of one inside of it, draws at random."""
+    graphs = [part.graph for part in gm.modules() if isinstance(part, GraphModule)]
+    return any(node.op == "call_function" and draws(node) for graph in graphs for node in graph.nodes)
+
+
 def without_unread(gm: GraphModule) -> None:
     """Remove what nobody reads, attention too, of which torch says that it draws."""
     gm.graph.eliminate_dead_code(lambda node: node.is_impure() and (draws(node) or not _may_draw(node.target)))

@@ -39,7 +39,7 @@ class ClippedSum(Quantity):
     parameters, and no part in the sum, whatever its weight is.  `out.norms` shows which samples these are.  On CUDA all
     that is multiplied for the sum has zeros in their places, and nothing waits; on a CPU, and on CUDA where samples are
     groups or rows or go to experts, the step looks at the norms (a synchronisation), and computes the sum by a second
-    run over the other samples (with dropout, of other draws).
+    run over the other samples, in which dropout draws what it drew.
     "keep": the sum is what arithmetic makes of it, mostly NaN.
     in_float32: the sum of gradients of half precision is formed and returned in float32.  Else it is rounded to their
     dtype, by which one sample may change it by several times max_norm (docs/private.md).

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -14,8 +16,10 @@ from torch.utils import _pytree as pytree
 
 from psg_fx.blocks import Memory
 from psg_fx.errors import BadArgument
+from psg_fx.generators import States, drawn_again, states_of
 from psg_fx.graph import facts
 from psg_fx.graph.history import History
+from psg_fx.graph.same_op import any_draws
 from psg_fx.passes.compile.own_memory import OwnMemory
 from psg_fx.planner.plan import PLAN
 from psg_fx.program.arguments.call import Call
@@ -56,6 +60,20 @@ def _brief(value: Any) -> str:
     return f"{{{len(value)} parameters}}"
 
 
+@dataclass(frozen=True)
+class Before:
+    """What a call finds: the buffers that it writes and what else of the state it reads, by their places among the
+    graph's inputs, and where the generators are that it draws from.
+    """
+
+    state: Mapping[int, torch.Tensor]
+    generators: States
+
+    def read_again(self) -> contextlib.AbstractContextManager[None]:
+        """While open, what is drawn is what the call has drawn."""
+        return drawn_again(self.generators) if self.generators else contextlib.nullcontext()
+
+
 class CompiledStep:
     """A lowered and compiled graph with a loss.
 
@@ -78,14 +96,19 @@ class CompiledStep:
         self._own_memory = OwnMemory()
         self.statistics: tuple[str, ...] = facts.graph_facts(gm).statistics
         self.leaves_out: bool = facts.graph_facts(gm).leaves_out
+        self._draws = facts.graph_facts(gm).runs_code or any_draws(gm)
+
+    def before(self, call: Call) -> Before:
+        """What a call is about to find, for a second run of it."""
+        return Before(self.binding.before(), states_of(*{t.device for t in call.tensors}) if self._draws else {})
 
     def __call__(
         self, call: Call, extras: Mapping[str, torch.Tensor], out: StepOutput | None = None, *,
-        before: Mapping[int, torch.Tensor] | None = None, groups: Groups | None = None,
+        before: Before | None = None, groups: Groups | None = None,
     ) -> StepOutput:  # fmt: skip
         """The results for one call, in the tensors of `out` if it is given.
 
-        before: of a second run of a call, which writes no buffers: what those that the first one has written held.
+        before: of a second run of a call, which writes no buffers: what the first one has found.
         groups: of the samples, in a graph for groups.
         """
         with plain_mode():
@@ -98,13 +121,16 @@ class CompiledStep:
         return out
 
     def _fields(
-        self, call: Call, extras: Mapping[str, torch.Tensor], before: Mapping[int, torch.Tensor] | None,
-        groups: Groups | None,
-    ) -> dict[str, Any]:  # fmt: skip
-        arguments = self.binding.arguments(call, extras)
-        for i, value in (before or {}).items():
-            arguments[i] = value
-        results = self._results(call, arguments, before is None, 0 if groups is None else groups.grouping.groups)
+        self, call: Call, extras: Mapping[str, torch.Tensor], before: Before | None, groups: Groups | None
+    ) -> dict[str, Any]:
+        arguments, count = self.binding.arguments(call, extras), 0 if groups is None else groups.grouping.groups
+        if before is None:
+            results = self._results(call, arguments, True, count)
+        else:
+            for i, value in before.state.items():
+                arguments[i] = value
+            with before.read_again():
+                results = self._results(call, arguments, False, count)
         return self.binding.fields(results if groups is None else self.binding.of_groups(results, groups))
 
     def _results(self, call: Call, arguments: Sequence[torch.Tensor], buffers: bool, groups: int) -> Sequence[Any]:

@@ -120,7 +120,7 @@ class LossModule(PerSampleModule):
         if out is not None:
             call, extras = out_of_the_way(out, call, extras)
         drops = self._drops and not step.leaves_out
-        before = step.binding.before() if drops else {}
+        before = step.before(call) if drops else None
         with blamed(self.model, self.loss_fn, call):
             found = step(call, extras, out, groups=members)
         if members is not None and not call.batch_size():
