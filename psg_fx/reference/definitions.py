@@ -7,6 +7,7 @@ only its random matrices from the quantity: another draw would be another questi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -50,14 +51,19 @@ def of_groups(grads: ByName, groups: Any, count: int | None) -> ByName:
     return found
 
 
+def in_rows(g: Tensor) -> Tensor:
+    """A gradient in a row for each sample, of which there may be none."""
+    return g.reshape(len(g), math.prod(g.shape[1:]))
+
+
 def flattened(grads: ByName) -> Tensor:
     """All parameters side by side, `[B, P]`."""
-    return torch.cat([g.reshape(g.shape[0], -1) for g in grads.values()], dim=1)
+    return torch.cat([*map(in_rows, grads.values())], dim=1)
 
 
 def norms_of(grads: ByName, per: str) -> ByName:
     """For each parameter the 2-norm `[B]` of its own gradient, or with per="model" of the whole."""
-    own = {name: g.reshape(g.shape[0], -1).norm(dim=1) for name, g in grads.items()}
+    own = {name: in_rows(g).norm(dim=1) for name, g in grads.items()}
     return own if per == "parameter" else dict.fromkeys(grads, flattened(grads).norm(dim=1))
 
 
@@ -143,7 +149,8 @@ def second_moment_check(*, centered: bool = False) -> Definition:
     """`SecondMoment(centered)`: Σᵢ gᵢ² / B, or Σᵢ (gᵢ - ḡ)² / B, `name -> shape`."""
 
     def expected(losses: Tensor, grads: ByName) -> Answer:
-        return {n: (g - g.mean(0) if centered else g).square().mean(0) for n, g in grads.items()}
+        meant = {n: g - g.mean(0) if centered else g for n, g in grads.items()}
+        return {n: g.square().sum(0) / max(len(g), 1) for n, g in meant.items()}  # 0 of no groups
 
     return Definition("second_moment", expected, per_sample=False)
 
@@ -157,7 +164,7 @@ def projection_check(rank: int, matrix: Callable[[str, str, int], Tensor]) -> De
     def expected(losses: Tensor, grads: ByName) -> Answer:
         found = []
         for name, g in grads.items():
-            kept = g.flatten(2) if g.dim() > 2 else g.reshape(g.shape[0], -1)
+            kept = g.flatten(2) if g.dim() > 2 else in_rows(g)
             for dim, side in zip(range(1, kept.dim()), "PQ", strict=False):
                 if kept.shape[dim] > rank:
                     columns = matrix(name, side, kept.shape[dim]).to(kept)

@@ -230,6 +230,14 @@ def test_validate() -> None:
         assert {row.asked for row in report.rows} >= {"mean_grad", "gram", "clipped_sum"}
 
 
+@of_one_step
+@pytest.mark.parametrize("centered", [False, True])
+def test_validate_where_no_sample_is_in_a_group(centered: bool) -> None:
+    made = step(same_mlp(), quantities=SecondMoment(centered=True)) if centered else shared()
+    report = made.validate(*batch(6), groups=[-1] * 6, **({} if centered else given(0)))
+    assert report.ok, str(report)
+
+
 def test_validate_sees_a_wrong_group(monkeypatch: pytest.MonkeyPatch) -> None:
     made = step(same_mlp(), quantities=Norms())
     monkeypatch.setattr(
