@@ -7,7 +7,8 @@ sixth of all the time of a capture.  A frame that is larger than a chunk gets on
 leaves over holds the frames of all calls inside of it.
 
 Passes and compilers call some hundreds of functions deep, which a stack that is nearly as deep as Python allows has no
-room for: it allows more meanwhile.
+room for; and where a module calls one that it holds, a capture calls eleven functions for the four of an ordinary run.
+Python allows more meanwhile: an error in the middle of tracing, where C++ calls Python, would end the process.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ _SLOTS = 140_000
 
 
 def with_room_for_frames(function: Callable[P, T]) -> Callable[P, T]:
-    """The function, whose calls of others find their frames' memory at hand, and may be `CALLS` deep.  Costs 10 us a
-    call.
+    """The function, whose calls of others find memory for their frames at hand, and may be `TIMES` as deep as usual.
+    Costs 10 us a call.
     """
 
     @functools.wraps(function)
@@ -46,7 +47,7 @@ _large.__code__ = _large.__code__.replace(co_stacksize=_SLOTS)
 
 
 class _Deeper:
-    """While open in any thread, calls may be `CALLS` deeper than the deepest of those threads is."""
+    """While open in any thread, calls may be `TIMES` as deep as usual, from the deepest of those threads on."""
 
     def __init__(self) -> None:
         self._lock, self._open, self._before, self._set = threading.Lock(), 0, 0, 0
@@ -59,8 +60,9 @@ class _Deeper:
             self._open += 1
             if self._open == 1:
                 self._before = self._set = sys.getrecursionlimit()
-            if depth + CALLS > sys.getrecursionlimit():
-                self._set = depth + CALLS
+            calls = min(TIMES * max(self._before, USUAL), MOST)
+            if depth + calls > sys.getrecursionlimit():
+                self._set = depth + calls
                 sys.setrecursionlimit(self._set)
 
     def __exit__(self, *_: object) -> None:
@@ -70,6 +72,13 @@ class _Deeper:
                 sys.setrecursionlimit(self._before)
 
 
-CALLS = 4000
-"""Modules nested as deep as Python lets them be called take six times as many while they are captured."""
+USUAL = 1000
+"""As deep as Python allows at first."""
+
+TIMES = 4
+"""What runs without a capture has room in one."""
+
+MOST = 12_000
+"""Calls that go through C as those of modules do have room on a stack of 8 MiB; 20,000 have not."""
+
 _deeper = _Deeper()

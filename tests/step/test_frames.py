@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -74,3 +75,44 @@ def test_a_deep_stack_has_room_for_more_calls() -> None:
         at(before - 300, lambda: at(700, sys.getrecursionlimit))
     assert at(before - 300, further) > before
     assert sys.getrecursionlimit() == before
+
+
+def test_limits_of_the_users_own_are_followed() -> None:
+    @with_room_for_frames
+    def inside() -> int:
+        return sys.getrecursionlimit()
+
+    before = sys.getrecursionlimit()
+    try:
+        for limit, least in ((500, 4000), (2000, 8000), (9000, 12_000), (30_000, 30_000)):
+            sys.setrecursionlimit(limit)
+            assert least <= inside() <= least + 500
+            assert sys.getrecursionlimit() == limit
+    finally:
+        sys.setrecursionlimit(before)
+
+
+DEEP = """
+import torch
+from torch import nn
+import psg_fx
+
+class Nested(nn.Module):
+    def __init__(self, levels):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3)) if levels % 20 == 0 else None
+        self.inner = Nested(levels - 1) if levels else nn.Identity()
+
+    def forward(self, x):
+        return self.inner(x if self.scale is None else torch.tanh(x * self.scale))
+
+step = psg_fx.transform(Nested(240), lambda out: out.sum(), quantities=psg_fx.Norms(), backend="eager", progress=False)
+print(step(torch.ones(2, 3)).norms.isfinite().all().item())
+"""
+"""Nested as deep as an ordinary run allows."""
+
+
+def test_modules_that_are_nested_deeply_are_captured() -> None:
+    """In a process of its own, since an error there ends it."""
+    found = subprocess.run([sys.executable, "-c", DEEP], capture_output=True, text=True)
+    assert found.stdout.strip() == "True", found.stderr
