@@ -76,11 +76,37 @@ def marked(o: Tensor, t: Tensor) -> Tensor:
     return (marks * o.sigmoid()).sum()
 
 
+def put(o: Tensor, t: Tensor) -> Tensor:
+    """Where nothing is attended to, all is (Mask2Former)."""
+    seen = (o > 0.3).detach()
+    seen[torch.where(seen.sum(-1) < 3)] = True
+    return (seen * o).square().mean()
+
+
+def put_by_columns(o: Tensor, t: Tensor) -> Tensor:
+    o = o * 1
+    rows, columns = torch.where(t != 0)
+    o[rows, columns] = 0.5
+    return o.exp().sum()
+
+
+def put_values(o: Tensor, t: Tensor) -> Tensor:
+    o, places = o * 1, (t != 0).nonzero(as_tuple=True)
+    o[places] = o[places].square()
+    return o.exp().sum()
+
+
+def added(o: Tensor, t: Tensor) -> Tensor:
+    places = torch.where(t != 0)
+    return o.index_put(places, o[places].sin(), accumulate=True).square().sum()
+
+
 def row_squeezed(o: Tensor, t: Tensor) -> Tensor:
     return o[t > 0].squeeze().square().sum()
 
 
 ROWS = {f.__name__: Row(head, f, several) for f in (by_where, by_two_columns, by_nonzero, by_its_columns, flat)}
+ROWS |= {f.__name__: Row(head, f, several) for f in (put, put_by_columns, put_values, added)}
 ROWS |= {f.__name__: Row(head, f, whole) for f in (of_rows, of_rows_flattened, row_squeezed)}
 ROWS |= {f.__name__: Row(head, f, whole) for f in (of_numbered_rows, weighted, marked)}
 

@@ -1,7 +1,7 @@
-"""Rows picked by the places that a mask lists are rows that it picks: `x[torch.where(m)]` is `x[m]`.
+"""Rows picked, or written, by the places that a mask lists are rows that it picks: `x[torch.where(m)]` is `x[m]`.
 
-i, j = torch.where(m);  x[i, j] = x[m]        i = m.nonzero().squeeze(1);  x[i] = x.index_select(0, i) = x[m]
-i = torch.arange(N)[m];  x[i] = x[m]
+i, j = torch.where(m);  x[i, j] is x[m]        i = m.nonzero().squeeze(1);  x[i] and x.index_select(0, i) are x[m]
+i = torch.arange(N)[m];  x[i] is x[m]          x[i, j] = v  is  x[m] = v
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _SAME = ("aten.squeeze", "aten.view", "aten.reshape", "aten.flatten", "aten.alia
 
 
 def pick_by_masks(gm: GraphModule) -> None:
-    """Rewrite picks by all the places of a mask.  Those by some of its dims, and writes, stay as they are."""
+    """Rewrite picks and writes by all the places of a mask.  Those by some of its dims stay as they are."""
     lists = [node for node in gm.graph.nodes if mask_of(node) is not None]
     for node in lists:
         columns, mask = columns_of(node), mask_of(node)
@@ -81,10 +81,10 @@ def _is_flat(node: Node, listed: Node) -> bool:
 
 
 def _is_by_all(node: Node, columns: dict[Node, int], mask: Any) -> bool:
-    """Whether a node picks by all dims of the mask, from dims of its sizes."""
+    """Whether a node picks or writes by all dims of the mask, from dims of its sizes."""
     x: Any = node.args[0]
     given: Any
-    if node.target is aten.index.Tensor:
+    if node.target in (aten.index.Tensor, aten.index_put.default):
         given = node.args[1]
     elif node.target is aten.index_select.default and node.args[1] == 0:
         given = [node.args[2]]
@@ -95,8 +95,12 @@ def _is_by_all(node: Node, columns: dict[Node, int], mask: Any) -> bool:
 
 
 def _by_mask(gm: GraphModule, node: Node, mask: Node) -> None:
+    target: Any = aten.index.Tensor
+    written: tuple[Any, ...] = ()
+    if node.target is aten.index_put.default:
+        target, written = node.target, node.args[2:]
     with written_before(node, node.meta):
-        made = gm.graph.call_function(aten.index.Tensor, (node.args[0], [_bool(gm, mask)]))
+        made = gm.graph.call_function(target, (node.args[0], [_bool(gm, mask)], *written), node.kwargs)
     made.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(made)
 
