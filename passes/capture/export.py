@@ -52,6 +52,7 @@ from .functions import (  # noqa: F401  (they say what ops are written as)
     losses,
     norms,
     parts,
+    pools,
     quantised,
     recurrent_layers,
     rewrites,

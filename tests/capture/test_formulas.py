@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from psg_fx import SamplesMixed
@@ -14,12 +15,33 @@ from psg_fx.passes.capture.functions import formulas, norms
 from support.programs import Refused, Row, check_answer, check_refusal, head, program, square, tokens
 
 EYE = torch.eye(2).double()
+
+
+def of_images(x: Tensor, w: Tensor, c: Tensor, size: Any = 1) -> Tensor:
+    """Tokens behind a class token, as an image that is pooled."""
+    h = torch.cat([c.expand(x.shape[0], -1, -1), x @ w], 1)[:, 1:]
+    return F.adaptive_avg_pool2d(h.transpose(1, 2).reshape(x.shape[0], 3, -1, 1), size).flatten(1)
+
+
 ROWS = {
     "kron with a constant": Row(program(lambda x, w: torch.kron(x @ w, EYE), w=(4, 3)), square, tokens),
     "kron with a parameter": Row(program(lambda x, w, p: torch.kron(p, x @ w), w=(4, 3), p=(2, 2)), square, tokens),
     "gradient": Row(program(lambda x, w: torch.gradient(x @ w, spacing=0.5, dim=1)[0], w=(4, 3)), square, tokens),
     "gradient in two dims": Row(
         program(lambda x, w: sum(torch.gradient(x @ w, dim=(1, 2), edge_order=2)), w=(4, 3)), square, tokens
+    ),
+    **{
+        f"a pool to {size}": Row(
+            program(lambda x, w, c, to=size: of_images(x, w, c, to), w=(4, 3), c=(1, 1, 3)), square, tokens
+        )
+        for size in (1, (1, 1), (1, None), 2)
+    },
+    "a pool in one dim": Row(
+        program(lambda x, w: F.adaptive_avg_pool1d((x @ w).transpose(1, 2), 1)[..., 0], w=(4, 3)), square, tokens
+    ),
+    "a pool in three dims": Row(
+        program(lambda x, w: F.adaptive_avg_pool3d((x @ w)[:, None, :, None], (1, 1, 1)).flatten(1), w=(4, 3)),
+        square, tokens,
     ),
     "cov under vmap": Row(program(lambda x, w: torch.vmap(torch.cov)(x @ w), w=(4, 3)), square, tokens),
     "corrcoef under vmap": Row(program(lambda x, w: torch.vmap(torch.corrcoef)(x @ w), w=(4, 3)), square, tokens),
