@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import builtins
+import logging
+import logging.handlers
 import os
 import random
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,14 @@ CHANGING: dict[str, tuple[Callable[[], Any], str]] = {
     "environment": (lambda: float(os.environ.get("NO_SUCH_THING", 1.0)), "the environment"),
     "getenv": (lambda: float(os.getenv("NO_SUCH_THING", "1.0")), "the environment"),
     "file": (lambda: len(open(__file__).read()), "a file"),  # noqa: SIM115
+    "exists": (lambda: 2 if os.path.exists(__file__) else 1, "a file"),
+    "isdir": (lambda: 2 if os.path.isdir(__file__) else 1, "a file"),
+    "path-exists": (lambda: 2 if Path(__file__).exists() else 1, "a file"),
+    "size": (lambda: Path(__file__).stat().st_size, "a file"),
+    "stat": (lambda: os.stat(__file__).st_size, "a file"),
+    "access": (lambda: 2 if os.access(__file__, os.R_OK) else 1, "a file"),
+    "listdir": (lambda: len(os.listdir()), "a file"),
+    "glob": (lambda: len(list(Path(__file__).parent.glob("*.py"))), "a file"),
 }
 
 
@@ -70,6 +81,20 @@ def test_what_is_another_at_every_call(name: str) -> None:
     step = step_of(lambda model, h: h * function())
     with pytest.raises(NotYetSupported, match=f"the code asks for {asked}"):
         step(X, Y)
+
+
+def test_a_log_that_looks_for_its_own_file_and_a_warning(tmp_path: Path) -> None:
+    log = logging.Logger("psg_fx_test")
+    handler = logging.handlers.RotatingFileHandler(tmp_path / "log", maxBytes=10)
+    log.addHandler(handler)
+
+    def effect(model: Any, h: torch.Tensor) -> torch.Tensor:
+        log.info("called")
+        warnings.formatwarning("called", UserWarning, __file__, 1)  # which reads the line
+        return h * len(os.path.join("a", "b"))
+
+    assert torch.allclose(step_of(effect)(X, Y).losses, step_of(lambda model, h: h * 3.0)(X, Y).losses)
+    handler.close()
 
 
 def test_an_iterator() -> None:

@@ -4,6 +4,7 @@ it does to the world, such as to set a seed.
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from types import FrameType
@@ -48,6 +49,16 @@ def changing(asked: str, where: str) -> NotYetSupported:
 
 _CLOCKS = {getattr(time, name) for name in dir(time) if name.endswith(("time", "time_ns", "counter", "counter_ns"))
            or name.startswith("monotonic")}  # fmt: skip
+_ABOUT_FILES = {
+    getattr(os, name)
+    for name in ("stat", "lstat", "fstat", "statvfs", "access", "listdir", "scandir", "readlink")
+    if hasattr(os, name)
+}
+_PATHS = ("genericpath", "posixpath", "ntpath", "pathlib", "pathlib._local", "glob")
+_OF_PATHS = {
+    "exists", "lexists", "isfile", "is_file", "isdir", "is_dir", "islink", "is_symlink", "ismount", "is_mount",
+    "getsize", "getmtime", "getatime", "getctime", "samefile", "stat", "lstat", "iterdir", "glob", "iglob", "rglob",
+}  # fmt: skip
 
 
 def asked_of(what: Any) -> str:
@@ -58,6 +69,8 @@ def asked_of(what: Any) -> str:
     try:
         if what in _CLOCKS:
             return "the time"
+        if what in _ABOUT_FILES:
+            return "a file"
     except TypeError:  # a method of something that cannot be hashed
         return ""
     if name in ("now", "utcnow", "today") and isinstance(owner, type) and owner.__module__ == "datetime":
@@ -82,6 +95,8 @@ def asked_of_python(frame: FrameType) -> str:
         return "the environment"
     if module == "pathlib" and name in ("open", "read_text", "read_bytes"):
         return "a file"
+    if module in _PATHS and name in _OF_PATHS and frame.f_back is not None and not hands_on(frame.f_back):
+        return "a file"  # and no log that looks for its own
     if name in ("load", "loadtxt", "genfromtxt") and (module == "torch.serialization" or "npyio" in str(module)):
         return "a file"
     if module == "torch.random":
