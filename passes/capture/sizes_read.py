@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from psg_fx.errors import CaptureFailed
 from psg_fx.graph import facts
-from psg_fx.graph.at_sizes import sized, sized_arguments
+from psg_fx.graph.at_sizes import SEVERAL, runs_as_said
 from psg_fx.source import locate
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def require_sizes_of_one(gm: GraphModule) -> None:
     says, or does not run: one graph for each batch size holds what each has.
     """
     for node in _unread(gm):
-        if node.target not in _SQUEEZES and _runs_as_said(node, _SEVERAL) and not _runs_as_said(node, 1):
+        if node.target not in _SQUEEZES and _runs_as_said(node, SEVERAL) and not _runs_as_said(node, 1):
             name = str(getattr(node.target, "__name__", node.target)).partition(".")[0]
             raise CaptureFailed(
                 f"{name} has another size for a batch of one sample, or does not run", where=locate(node),
@@ -57,16 +57,8 @@ def _runs_as_said(node: Node, size: int) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return size == 1
-    args, kwargs = sized_arguments(node, size)
-    try:
-        found = target(*args, **kwargs)
-    except Exception:
-        return False
-    said = [sized(value, size).shape for value in facts.tensors(node.meta["val"])]
-    return [value.shape for value in facts.tensors(found)] == said
-
-
-_SEVERAL = 64
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return runs_as_said(target, args, kwargs, node.meta["val"], size)
 
 
 def _takes_samples(node: Node) -> bool:

@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 from torch.fx.node import map_aggregate
+from torch.utils import _pytree as pytree
 
+from psg_fx.graph import facts
 from psg_fx.tensors import SYMBOLS, number_at
 
 
@@ -19,6 +21,20 @@ def sized(value: Any, size: int) -> Any:
         shape, strides = ([sized(n, size) for n in numbers] for numbers in (value.shape, value.stride()))
         return torch.empty_strided(shape, strides, dtype=value.dtype, device="meta")
     return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def runs_as_said(op: Any, args: Any, kwargs: Any, found: Any, size: int) -> bool:
+    """Whether an op gives for so many samples what its result in a graph for all sizes says of them."""
+    given = pytree.tree_map(lambda value: sized(value, size), (tuple(args), dict(kwargs)))
+    try:
+        alone = op(*given[0], **given[1])
+    except Exception:
+        return False
+    return [t.shape for t in facts.tensors(alone)] == [sized(t, size).shape for t in facts.tensors(found)]
+
+
+SEVERAL = 64
+"""Samples of a batch of several."""
 
 
 def sized_arguments(node: Node, size: int) -> Any:

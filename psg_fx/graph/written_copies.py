@@ -20,13 +20,12 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.utils import _pytree as pytree
 
-from psg_fx.graph.at_sizes import sized_arguments
+from psg_fx.graph.at_sizes import SEVERAL, sized_arguments
 from psg_fx.source import locate
 from psg_fx.tensors import storage_of
 from psg_fx.torch_private.ops import MAY_COPY, writes, written_of
 
 aten = torch.ops.aten
-_SEVERAL = 64
 
 
 def writes_a_copy(gm: GraphModule) -> str:
@@ -36,7 +35,7 @@ def writes_a_copy(gm: GraphModule) -> str:
     nodes = list(gm.graph.nodes)
     if not any(writes(node.target) for node in nodes):
         return ""
-    meets = _first_that_meets(nodes, _memory(gm, _SEVERAL), _memory(gm, 1))
+    meets = _first_that_meets(nodes, _memory(gm, SEVERAL), _memory(gm, 1))
     return "" if meets is None else locate(meets[0])
 
 
@@ -61,7 +60,7 @@ def lost_write(gm: GraphModule) -> LostWrite | None:
             return LostWrite(
                 locate(node), "it writes through unfold, whose windows do not hold all of what they are of"
             )
-    said, true = _memory(gm, _SEVERAL, of_hidden_views=False), _memory(gm, _SEVERAL)
+    said, true = _memory(gm, SEVERAL, of_hidden_views=False), _memory(gm, SEVERAL)
     if (meets := _first_that_meets(nodes, said, true)) is None:
         return None
     node, view = meets
@@ -99,7 +98,7 @@ def _leaves_gaps(node: Any) -> bool:
             length = x.meta["val"].shape[dim] if x.meta["val"].ndim else 1  # type: ignore[union-attr]
             if size != step or not isinstance(length, int) or length % step:  # type: ignore[operator]
                 return True
-        if not (_written(node) or _lies_in_its_input(node, _SEVERAL)):
+        if not (_written(node) or _lies_in_its_input(node, SEVERAL)):
             return False
         node = (_written(node) or node.all_input_nodes)[0]
     return False

@@ -14,7 +14,7 @@ from psg_fx.errors import NotYetSupported, PsgError, first_line
 from psg_fx.graph import facts
 from psg_fx.graph.facts import InputSpec, SampleAxes, SampleAxis
 from psg_fx.graph.squeezes import may_take_samples
-from psg_fx.ops.of_users.autograd_function import WRITES_A_COPY, backward_graph, forward_graph
+from psg_fx.ops.of_users.autograd_function import OF_ONE, WRITES_A_COPY, backward_graph, forward_graph
 from psg_fx.ops.of_users.custom_call import CustomCall, custom_call
 from psg_fx.program.decisions.branches import no_plain_batch_size
 from psg_fx.program.reads.observe import observing_backward
@@ -113,6 +113,12 @@ def _require_sizes_alone(
                 why=f"its {method} has it from outside, where the model computes it; torch gives it no gradient",
                 fix="pass it as an argument",
             )  # fmt: skip
+    if graph.meta[OF_ONE]:
+        raise NotYetSupported(
+            f"{graph.meta[OF_ONE]} in {call.title} treats a batch of one sample differently", where=locate(op.node),
+            why=f"in its {method} it has another size there, or does not run",
+            fix="take sizes from the arguments (x.shape[0]), or from dims that are not the samples'",
+        )  # fmt: skip
     without_batch_size(op, graph, call.title, f"its {method}")
 
 

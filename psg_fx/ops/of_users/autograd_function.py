@@ -8,7 +8,7 @@ known.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from psg_fx.graph.at_sizes import SEVERAL, runs_as_said
 from psg_fx.graph.facts import is_differentiable
 from psg_fx.graph.same_op import draws
 from psg_fx.graph.squeezes import name_squeezed_dims
@@ -25,7 +26,8 @@ from psg_fx.graph.tracing import trace
 from psg_fx.graph.written_copies import lost_write, writes_a_copy
 from psg_fx.ops.of_users.custom_call import CustomCall, listed
 from psg_fx.torch_private.custom_functions import apply
-from psg_fx.torch_private.modes import no_modes
+from psg_fx.torch_private.modes import TorchDispatchMode, no_modes
+from psg_fx.torch_private.ops import writes
 from psg_fx.torch_private.patching import code_replaced_here
 
 
@@ -71,12 +73,41 @@ def _traced(call: CustomCall, function: Callable[..., Any], arguments: Sequence[
         if (lost := lost_write(recorded)) is not None:
             raise call.refusal(lost.why, lost.fix)
 
-    traced = trace(function, list(arguments), look_at_writes)
+    sizes = _Sizes()
+
+    def watched(*args: Any) -> Any:
+        with sizes:
+            return function(*args)
+
+    traced = trace(watched, list(arguments), look_at_writes)
     name_squeezed_dims(traced)
     traced.meta[WRITES_A_COPY] = any(copied)
+    traced.meta[OF_ONE] = sizes.unlike
     return traced
 
 
+class _Sizes(TorchDispatchMode):
+    """While open, the first op is noted that gives something of another size for one sample, or does not run on it,
+    than its result for all batch sizes says; "" for none.  The trace has only those that something reads.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.unlike = ""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if not self.unlike and func.namespace == "aten" and not writes(func):
+            with no_modes():
+                alike = [runs_as_said(func, args, kwargs or {}, found, size) for size in (SEVERAL, 1)]
+            self.unlike = func.overloadpacket.__name__ if alike == [True, False] else ""
+        return found
+
+
+OF_ONE = "psg_fx_of_one"
+"""Of such a graph: an op of another size for one sample."""
 WRITES_A_COPY = "psg_fx_writes_a_copy"
 """Of such a graph: whether it writes into what is a copy of several samples alone."""
 
