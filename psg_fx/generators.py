@@ -38,7 +38,10 @@ def states_of(*devices: torch.device) -> States:
 
 @contextlib.contextmanager
 def drawn_again(states: States) -> Iterator[None]:
-    """What is drawn inside is what was drawn from these states on; afterwards the generators are where they were."""
+    """What is drawn inside is what was drawn from these states on; afterwards the generators are where they were.
+
+    All threads share them: one that draws meanwhile is given numbers that are drawn once more.
+    """
     later = states_of(*states)
     try:
         _set(states)

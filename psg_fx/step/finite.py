@@ -90,7 +90,7 @@ def _sum(
             found = _finite(again.norms)
             if found is None:
                 return {name: value.clone() for name, value in again.clipped_sum.items()}
-            samples = found if groups is None else groups.of_samples(found)
+            samples = samples | (found if groups is None else groups.of_samples(found))  # data that count stay
     raise NotYetSupported(
         "the gradients of some samples are not finite, also where "
         + ("their rows are zeros" if call.axes else "other samples, or zeros, are in their places"),
