@@ -293,6 +293,7 @@ def test_what_is_no_dim(batch_dim: Any) -> None:
         psg_fx.transform(nn.Linear(5, 5), squares, batch_dim=batch_dim, backend="eager")(X, Y)
 
 
+@pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")  # torch 2.11
 def test_a_profiler_of_torch_that_keeps_stacks_is_no_failure() -> None:
     """What it sets as Python's profile function cannot be put back from Python, and has no switch."""
     model = nn.Linear(4, 3)
