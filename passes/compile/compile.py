@@ -49,11 +49,12 @@ CPU_OPTIONS = {"layout_optimization": False, "graph_partition": False}
 def compile_graph(
     gm: GraphModule, backend: str, mode: str | None, options: dict[str, Any] | None, dynamic: bool | None, device: str,
     memory: Memory, history: History, background: Background | None = None, own_kernels: bool = False,
+    rounds: bool = False,
 ) -> Flat:  # fmt: skip
     """`torch.compile(gm)`; `backend="eager"` runs the graph as it is.  The user's options come before those
     of psg_fx, and these before those of the mode.  history: where compiling is recorded, whenever torch does it.
     background: compiles for inductor while the graph is run as it is.  own_kernels: whether kernels of psg_fx
-    that are not part of the plan may be there, too.
+    that are not part of the plan may be there, too.  rounds: values that are rounded to fewer bits stay so.
     """
     if backend == "eager":
         eager = laid_out_as_read(free_of_strides(copy_graph(gm)))
@@ -67,7 +68,7 @@ def compile_graph(
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call
     if backend == "inductor":
-        own = (CPU_OPTIONS if device == "cpu" else {}) | {"emulate_precision_casts": facts.graph_facts(gm).rounds}
+        own = (CPU_OPTIONS if device == "cpu" else {}) | ({"emulate_precision_casts": True} if rounds else {})
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     watch = functools.partial(_recorded, gm, backend, history)
     run = _by_torch(gm, backend, mode, options, dynamic, watch)

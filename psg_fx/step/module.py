@@ -223,11 +223,12 @@ class PerSampleModule(nn.Module):
         history: History = self._last.history
         return history
 
-    def _compiled(self, gm: GraphModule, device: str, history: History) -> Callable[..., Sequence[Any]]:
+    def _compiled(self, gm: GraphModule, device: str, history: History, rounds: bool) -> Callable[..., Sequence[Any]]:
+        """The graph compiled as the user wants it.  rounds: as in `facts.GraphFacts`, of what it is a part of."""
         s = self.settings
         return compile_graph(
             gm, s.backend, s.mode, s.compiler_options, s.dynamic, device, self._memory, history, self._background,
-            s.own_kernels(torch.device(device)),
+            s.own_kernels(torch.device(device)), rounds,
         )  # fmt: skip
 
     def _device(self, call: Call) -> torch.device:

@@ -15,6 +15,7 @@ from torch import nn
 from psg_fx.algebra.members import Grouping
 from psg_fx.errors import BadArgument, NotYetSupported
 from psg_fx.garbage import first_without_collection
+from psg_fx.graph import facts
 from psg_fx.graph.history import History
 from psg_fx.graph.slices import Slices
 from psg_fx.passes.pipeline import Asked, run_pipeline
@@ -281,7 +282,7 @@ class LossModule(PerSampleModule):
         gm = run_pipeline(
             program, call, tracked.aliases, asked, history, self._slices(), own_ops and self.settings.is_compiled
         )
-        run = self._compiled(gm, device.name, history)
+        run = self._compiled(gm, device.name, history, facts.graph_facts(gm).rounds)
         step = CompiledStep(gm, history, self.model, self.loss_fn, run, self._memory)
         step.binding.check_arms(gm, call)
         if self.settings.params is None and (plan := PLAN.found(gm)) is not None:  # on disk is none without gradients

@@ -95,7 +95,7 @@ class DropInModule(PerSampleModule):
         gm = run_pipeline(program, call, tracked.aliases, asked, history, stored=self.settings.is_compiled)
 
         def compiled(graph: GraphModule) -> Callable[..., Sequence[Any]]:
-            return self._compiled(graph, device.name, history)
+            return self._compiled(graph, device.name, history, facts.graph_facts(gm).rounds)
 
         replayed = self.settings.replays and self._device(call).type == "cuda"
         step = SplitStep(gm, history, program, compiled, overwrites=replayed)
@@ -126,9 +126,6 @@ class SplitStep:
         self.binding = Binding(gm, program.model, None)
         joint, self.outputs, self.results = _ordered(gm)
         forward, backward = partition(joint, len(self.outputs))
-        known = facts.graph_facts(gm)
-        for part in (forward, backward):
-            part.meta[facts.KEY] = facts.GraphFacts(known.batch, rounds=known.rounds)
         history.graphs.keep("forward", forward)
         history.graphs.keep("backward", backward)
         self.detached = [spec.field == facts.DETACHED for _, spec in self.outputs if spec.kind == "output"]
