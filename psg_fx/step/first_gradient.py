@@ -159,6 +159,8 @@ class GradientAlone:
         norm.
         """
         whole = self._whole(answer)
+        if whole is None:
+            return False
         arguments = answer.of_sample if self._shown.is_sum else answer.arguments
         distance = _distance(alone, _last(rows))
         if not self._is_compilers(whole, rows, distance):
@@ -171,12 +173,17 @@ class GradientAlone:
         except Exception:  # a graph for one size of batch alone
             return False
 
-    def _whole(self, answer: Answer) -> ByName:
-        """What the graph gives before it is compiled."""
-        return _last(self._computed(answer, answer.of_sample if self._shown.is_sum else answer.arguments))
+    def _whole(self, answer: Answer) -> ByName | None:
+        """What the graph gives before it is compiled; None where it does not run, for want of memory, say."""
+        try:
+            return _last(self._computed(answer, answer.of_sample if self._shown.is_sum else answer.arguments))
+        except Exception:
+            return None
 
-    def _is_compilers(self, whole: ByName, rows: ByName, distance: float) -> bool:
+    def _is_compilers(self, whole: ByName | None, rows: ByName, distance: float) -> bool:
         """Whether most of a difference arose where the graph was compiled."""
+        if whole is None:
+            return False
         if not math.isfinite(distance):
             return math.isfinite(norm(whole.values()))
         return 2 * _distance(whole, _last(rows)) > distance
