@@ -24,7 +24,14 @@ from psg_fx.torch_private import native
 from psg_fx.torch_private.ahead import ask_ahead
 from psg_fx.torch_private.compiler import compilations, inductor_modes, marked_dynamic, with_own_code
 from psg_fx.torch_private.graphs import write_code
-from psg_fx.torch_private.inductor import Compiler, InductorError, InvalidCxxCompiler, calls_subgraphs, inductor
+from psg_fx.torch_private.inductor import (
+    Compiler,
+    InductorError,
+    InvalidCxxCompiler,
+    calls_subgraphs,
+    inductor,
+    keeps_roundings,
+)
 from psg_fx.torch_private.mended import inductor_mended
 
 from .calls import written_once
@@ -68,7 +75,7 @@ def compile_graph(
     if dynamic is None and _has_rows(gm):
         dynamic = True  # numbers of rows are others at every call
     if backend == "inductor":
-        own = (CPU_OPTIONS if device == "cpu" else {}) | ({"emulate_precision_casts": True} if rounds else {})
+        own = (CPU_OPTIONS if device == "cpu" else {}) | (_rounding() if rounds else {})
         options, mode = inductor_modes()[mode or "default"] | own | (options or {}), None
     watch = functools.partial(_recorded, gm, backend, history)
     run = _by_torch(gm, backend, mode, options, dynamic, watch)
@@ -84,6 +91,17 @@ def compile_graph(
         elif device == "cpu":
             run = functools.partial(_served, run, memory, Places())
     return functools.partial(_without, run, numbers) if numbers else run
+
+
+def _rounding() -> dict[str, Any]:
+    """Options by which values that are rounded stay so."""
+    if not keeps_roundings():
+        raise NotYetSupported(
+            "the code rounds a value to fewer bits and computes with it in more", where='transform(..., '
+            'backend="inductor")', why="inductor of this version of torch leaves that rounding out",
+            fix='backend="eager", or a later version of torch',
+        )  # fmt: skip
+    return {"emulate_precision_casts": True}
 
 
 def _by_torch(

@@ -82,6 +82,13 @@ def inductor(options: Mapping[str, Any]) -> Compiler:
     return found
 
 
+def keeps_roundings() -> bool:
+    """Whether it can be told to keep roundings: torch 2.11 drops one that is followed by a wider cast, all the same."""
+    from torch._inductor.fx_passes import joint_graph  # slow to import, and seldom used
+
+    return hasattr(joint_graph, "_is_lossless_fp_widening_cast")
+
+
 def calls_subgraphs(options: Mapping[str, Any]) -> bool:
     """Whether what inductor writes with these options can call subgraphs: Python can, C++ cannot."""
     return not options.get("cpp_wrapper", torch._inductor.config.cpp_wrapper)

@@ -101,13 +101,17 @@ def added(o: Tensor, t: Tensor) -> Tensor:
     return o.index_put(places, o[places].sin(), accumulate=True).square().sum()
 
 
+def filled(o: Tensor, t: Tensor) -> Tensor:
+    return o.index_fill(0, torch.where(t > 1)[0], 0.5).exp().sum()
+
+
 def row_squeezed(o: Tensor, t: Tensor) -> Tensor:
     return o[t > 0].squeeze().square().sum()
 
 
 ROWS = {f.__name__: Row(head, f, several) for f in (by_where, by_two_columns, by_nonzero, by_its_columns, flat)}
 ROWS |= {f.__name__: Row(head, f, several) for f in (put, put_by_columns, put_values, added)}
-ROWS |= {f.__name__: Row(head, f, whole) for f in (of_rows, of_rows_flattened, row_squeezed)}
+ROWS |= {f.__name__: Row(head, f, whole) for f in (of_rows, of_rows_flattened, row_squeezed, filled)}
 ROWS |= {f.__name__: Row(head, f, whole) for f in (of_numbered_rows, weighted, marked)}
 
 

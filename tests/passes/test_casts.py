@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import psg_fx
 from psg_fx.graph import facts
+from psg_fx.torch_private.inductor import keeps_roundings
 
 HALF = torch.bfloat16
 X, Y = torch.randn(3, 8, generator=torch.Generator().manual_seed(0)), torch.rand(3)
@@ -39,6 +40,7 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.inductor
+@pytest.mark.skipif(not keeps_roundings(), reason="refused")
 @pytest.mark.parametrize("name", ROUNDED)
 @pytest.mark.parametrize("again", [False, True])
 def test_as_the_code_rounds(name: str, again: bool) -> None:
@@ -54,6 +56,14 @@ def test_as_the_code_rounds(name: str, again: bool) -> None:
 
 
 @pytest.mark.inductor
+def test_where_inductor_drops_roundings_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("psg_fx.passes.compile.compile.keeps_roundings", lambda: False)
+    with pytest.raises(psg_fx.NotYetSupported, match=r"rounds a value to fewer bits(?s:.*)backend=.eager"):
+        psg_fx.transform(Changed(ROUNDED["promoted"]), loss)(X, Y)
+
+
+@pytest.mark.inductor
+@pytest.mark.skipif(not keeps_roundings(), reason="refused")
 def test_without_a_loss() -> None:
     model = Changed(ROUNDED["what is left over"])
     step = psg_fx.transform(model)

@@ -55,6 +55,7 @@ OTHER_TABLES = {
     "passes/independence/rewriting/reordered.py:_WRITES": "the ops that put rows back",
     "passes/independence/rewriting/reordered.py:_ADDS": "the ops that put rows back",
     "passes/independence/rewriting/reordered.py:_SYMMETRIC": "the ops that do not know the order of rows",
+    "passes/independence/rewriting/listed.py:_FILLS": "the forms of an op that writes one number by places",
     "passes/independence/rewriting/listed.py:_SAME": "the ops that give a list of places in one dim again",
     "passes/independence/rewriting/whole_rows.py:_ROWS": "the ops that put numbers in rows",
     "passes/independence/rewriting/whole_rows.py:_SAME": "the ops that give the same mask again",

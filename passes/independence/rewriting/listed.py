@@ -22,6 +22,8 @@ from .picked import LISTS, ONE_ROW, asserts
 aten = torch.ops.aten
 _SAME = ("aten.squeeze", "aten.view", "aten.reshape", "aten.flatten", "aten.alias", "aten._to_copy")
 """What gives the places in one dim again."""
+_FILLS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+"""Which writes one number along a dim."""
 
 
 def pick_by_masks(gm: GraphModule) -> None:
@@ -86,7 +88,7 @@ def _is_by_all(node: Node, columns: dict[Node, int], mask: Any) -> bool:
     given: Any
     if node.target in (aten.index.Tensor, aten.index_put.default):
         given = node.args[1]
-    elif node.target is aten.index_select.default and node.args[1] == 0:
+    elif node.target in (aten.index_select.default, *_FILLS) and node.args[1] == 0:
         given = [node.args[2]]
     else:
         return False
@@ -99,10 +101,21 @@ def _by_mask(gm: GraphModule, node: Node, mask: Node) -> None:
     written: tuple[Any, ...] = ()
     if node.target is aten.index_put.default:
         target, written = node.target, node.args[2:]
+    if node.target in _FILLS:
+        target, written = aten.index_put.default, (_as_tensor(gm, node),)
     with written_before(node, node.meta):
         made = gm.graph.call_function(target, (node.args[0], [_bool(gm, mask)], *written), node.kwargs)
     made.meta["val"] = node.meta["val"]
     node.replace_all_uses_with(made)
+
+
+def _as_tensor(gm: GraphModule, fill: Node) -> Any:
+    """What is written, as a tensor without dims."""
+    value: Any = fill.args[3]
+    if isinstance(value, Node):
+        return value
+    with written_before(fill, fill.meta):
+        return call(gm, aten.new_full.default, fill.args[0], [], value)
 
 
 def _counted(gm: GraphModule, column: Node, mask: Node) -> None:
