@@ -186,3 +186,16 @@ def test_an_arm_whose_end_does_not_run_is_refused() -> None:
     step = psg_fx.transform(Guarded(never_empty).double(), square, quantities=Grads(), backend="eager")
     with pytest.raises(PsgError, match="branches on values of a tensor, whether a mask picks anything"):
         step(batch(4))
+
+
+def test_a_loop_while_a_mask_picks_something_ends() -> None:
+    def grown(h: Tensor) -> Tensor:
+        m = h < 1
+        while m.any():
+            h = torch.where(m, h + 0.5 + torch.sigmoid(h), h)
+            m = h < 1
+        return h
+
+    step = psg_fx.transform(Guarded(grown).double(), square, quantities=Grads(), backend="eager")
+    with pytest.raises(PsgError, match=r"while m\.any\(\):(?s:.*)branches on values"):
+        step(torch.randn(5, 4, dtype=torch.float64))

@@ -394,16 +394,3 @@ def test_refused(change: Any) -> None:
     assert "test_nothing_picked.py" in error.value.where
     assert " if " in error.value.where
     assert "branches on" in error.value.why
-
-
-def test_a_loop_while_a_mask_picks_something_ends() -> None:
-    def grown(model: Any, h: Tensor) -> Tensor:
-        m = h < 1
-        while m.any():
-            h = torch.where(m, h + 0.5 + torch.sigmoid(model.other(h)), h)
-            m = h < 1
-        return h
-
-    step = psg_fx.transform(Masked(grown).double(), square, quantities=Grads(), backend="eager")
-    with pytest.raises(PsgError, match=r"while m\.any\(\):(?s:.*)branches on values"):
-        step(torch.randn(5, 4, dtype=torch.float64))
