@@ -6,6 +6,8 @@ where a model is computed in half precision, and wrong where the code asks what 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -23,8 +25,7 @@ def reads_roundings(gm: GraphModule) -> bool:
 
 
 def _rounds(node: Node) -> bool:
-    before, after = node.args[0].meta["val"], node.meta["val"]  # type: ignore[union-attr]
-    return bool(before.is_floating_point() and after.is_floating_point() and before.itemsize > after.itemsize)
+    return _bytes(node.args[0]) > _bytes(node) > 0
 
 
 def _is_read_wider(node: Node) -> bool:
@@ -32,6 +33,7 @@ def _is_read_wider(node: Node) -> bool:
     return any((is_view(user) and _is_read_wider(user)) or _bytes(user) > size for user in node.users)
 
 
-def _bytes(node: Node) -> int:
-    value = node.meta.get("val")
+def _bytes(node: Any) -> int:
+    """Of an element of floats; 0 of other values, and of numbers in the code."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
     return value.itemsize if isinstance(value, Tensor) and value.is_floating_point() else 0
